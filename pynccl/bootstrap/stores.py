@@ -61,7 +61,7 @@ def from_store(
 # ---------------------------------------------------------------------------------------------- a process group
 
 
-own_communicator: Callable[[Any], Communicator | None] = lambda group: None  # replaced by pynccl.torch_backend
+own_communicators: list[Callable[[Any], Communicator | None]] = []  # pynccl.torch_backend adds its own, of its groups
 
 
 @bootstrap
@@ -82,15 +82,17 @@ def from_process_group(
     All ranks of the group must call it equally often. Raises as `from_env` does; ValueError for a group without a
     store, such as one of MPI.
 
-    Of a group of `pynccl.torch_backend` it is the group's own one, which ends with the group, unless a device, config or
-    library is asked for.
+    Of a group of `pynccl.torch_backend` it is the group's own one, which ends with the group, unless a device, config
+    or library is asked for.
     """
     import torch.distributed as dist
 
     clock = Clock(timeout)
     group = _group_of(group)
-    if device is None and config is None and library is None and (own := own_communicator(group)) is not None:
-        return own
+    if device is None and config is None and library is None:
+        for find in own_communicators:
+            if (own := find(group)) is not None:
+                return own
     rank, nranks = dist.get_rank(group), dist.get_world_size(group)
     if rank < 0:
         raise ValueError("this process is not in the process group: only its ranks may call from_process_group")

@@ -233,7 +233,7 @@ class HostStream(_Stream):
             self._queue.jobs.put(fn)
 
     def then(self, fn: Callable[[BaseException | None], object]) -> None:
-        """Run `fn(error)` after all that is queued now, with the error of that work that nobody has seen yet, or None."""
+        """Run `fn(error)` after all that is queued now: the error of it that nobody has seen yet, or None."""
         queue = self._queue
         self.submit(lambda: fn(queue.take_error()))
 

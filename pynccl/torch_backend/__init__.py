@@ -40,4 +40,4 @@ def _own_communicator(group: Any) -> Communicator | None:
 
 
 register()
-stores.own_communicator = _own_communicator
+stores.own_communicators.append(_own_communicator)

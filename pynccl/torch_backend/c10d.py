@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-Work: Any = c10d.Work
+WorkBase: Any = c10d.Work
 ReduceOp: Any = c10d.ReduceOp
+_ProcessGroup: Any = c10d.ProcessGroup
 
 
 def _backends_may_be_python() -> bool:
@@ -26,67 +27,41 @@ def _backends_may_be_python() -> bool:
 IS_BACKEND = _backends_may_be_python()
 
 
-class _GroupOfOldTorch(c10d.ProcessGroup):
-    """What torch asks of a process group, and cannot answer for one of Python."""
+class _GroupOfOldTorch(_ProcessGroup):
+    """What torch asks of a process group, and does not know of one of Python."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)
         self._name, self._desc = "", "undefined"
 
-    @property
-    def group_name(self) -> str:
-        return self._name
-
-    @property
-    def pg_name(self) -> str:
-        return self._name
-
     def getGroupName(self) -> str:
         return self._name
+
+    group_name = pg_name = property(getGroupName)
 
     def _set_group_name(self, name: str) -> None:
         self._name = name
 
-    @property
-    def group_desc(self) -> str:
-        return self._desc
-
     def getGroupDesc(self) -> str:
         return self._desc
+
+    group_desc = property(getGroupDesc)
 
     def _set_group_desc(self, desc: str) -> None:
         self._desc = desc
 
+    def get_group_store(self) -> Any:
+        return self._store
+
     @property
     def _device_types(self) -> list[torch.device]:
-        kinds = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-        return [torch.device(kind) for kind in kinds]
+        return [torch.device("cpu"), *([torch.device("cuda")] if torch.cuda.is_available() else [])]
 
     def _get_backend(self, device: torch.device) -> Any:
         return self
 
     def _has_hooks(self) -> bool:
         return False
-
-    def _wait_for_pending_works(self) -> None:
-        """No hooks, no works."""
-
-    # Names of the collectives before torch 2.13, which other libraries still call.
-
-    def _allgather_base(self, *args: Any) -> Any:
-        return self.all_gather_single(*args)
-
-    def allgather_into_tensor_coalesced(self, *args: Any) -> Any:
-        return self.all_gather_single_coalesced(*args)
-
-    def _reduce_scatter_base(self, *args: Any) -> Any:
-        return self.reduce_scatter_single(*args)
-
-    def reduce_scatter_tensor_coalesced(self, *args: Any) -> Any:
-        return self.reduce_scatter_single_coalesced(*args)
-
-    def alltoall_base(self, *args: Any) -> Any:
-        return self.all_to_all_single(*args)
 
     def _start_coalescing(self, device: torch.device) -> None:
         self.start_coalescing()

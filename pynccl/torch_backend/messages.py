@@ -26,9 +26,9 @@ from .work import Lane, Work
 class Channel:
     """Messages from `sender` to `receiver`, ranks of a group; this process is one of them.
 
-    connect(rank) makes the communicator in which the sender is 0 and the receiver 1"""
+    connect() makes the communicator in which the sender is 0 and the receiver 1"""
 
-    def __init__(self, rank: int, sender: int, receiver: int, connect: Callable[[int], Communicator]) -> None:
+    def __init__(self, rank: int, sender: int, receiver: int, connect: Callable[[], Communicator]) -> None:
         self.sends, self.peer = rank == sender, receiver if rank == sender else sender
         self._who = f"rank {sender} to rank {receiver}"
         self._connect = connect
@@ -75,7 +75,7 @@ class Channel:
 
     def _connected(self) -> Communicator:
         try:
-            return self._connect(0 if self.sends else 1)
+            return self._connect()
         except NcclTimeout as error:
             verb, other = ("send", "recv") if self.sends else ("recv", "send")
             raise NcclTimeout(

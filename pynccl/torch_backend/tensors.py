@@ -1,15 +1,19 @@
 """Tensors of torch.distributed as buffers of a communicator: any strides, any data type, no part of autograd's graph.
 
-A collective of torch.distributed changes tensors behind autograd's back, and counts no version: DDP and FSDP rely on it.
+A collective of torch.distributed changes tensors behind autograd's back and counts no version: DDP and FSDP rely on
+that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
+from ..comm.communicator import Communicator
 from ..interop.buffers import torch_types
 from . import c10d
 
@@ -39,7 +43,7 @@ def target(x: torch.Tensor, copies: list[Copy], reduces: bool = False, keep: boo
     buffer = torch.empty(data.shape, dtype=data.dtype, device=data.device)
     if keep:
         buffer.copy_(data)
-    copies.append(lambda: data.copy_(buffer))
+    copies.append(partial(data.copy_, buffer))
     return _elements(buffer, reduces)
 
 
@@ -53,7 +57,7 @@ def parts(tensors: Sequence[torch.Tensor], copies: list[Copy], reduces: bool = F
     counts = [x.numel() for x in tensors]
     buffer = torch.empty(sum(counts), dtype=tensors[0].dtype, device=tensors[0].device)
     for x, part in zip(tensors, buffer.split(counts), strict=True):
-        copies.append(lambda x=x.data, part=part: x.copy_(part.view(x.shape)))
+        copies.append(partial(x.data.copy_, part.view(x.shape)))
     return _elements(buffer, reduces)
 
 
@@ -73,14 +77,19 @@ def _has_data_type(dtype: torch.dtype) -> bool:
         return False
 
 
-def operator(op: Any, x: torch.Tensor, comm: Any) -> Any:
-    """What a communicator calls this ReduceOp, for tensors like x."""
-    name = c10d.operator_name(op)
-    if name == "PREMUL_SUM":
-        factor = c10d.factor(op)
-        if isinstance(factor, torch.Tensor):
-            return comm.pre_mul_sum(factor.data.to(x.dtype))
-        return comm.pre_mul_sum(factor, x.dtype)
+@contextlib.contextmanager
+def operator(op: Any, x: torch.Tensor, comm: Communicator) -> Iterator[Any]:
+    """What a communicator calls this ReduceOp in calls that are made within, for tensors like x."""
+    if c10d.operator_name(op) != "PREMUL_SUM":
+        yield _plain_operator(c10d.operator_name(op), x)
+        return
+    factor, dtype = c10d.factor(op), x.dtype.to_real() if x.is_complex() else x.dtype
+    is_tensor = isinstance(factor, torch.Tensor)
+    with comm.pre_mul_sum(factor.data.to(dtype) if is_tensor else factor, dtype) as made:
+        yield made
+
+
+def _plain_operator(name: str, x: torch.Tensor) -> str:
     known = _OF_BOOL if x.dtype == torch.bool else _OPERATORS
     if name in known and not (x.is_complex() and name not in ("SUM", "AVG")):
         return known[name]

@@ -1,4 +1,4 @@
-"""Lane: a group's communicator for one kind of device, and the side stream of its asynchronous calls. Work: such a call."""
+"""Lane: a group's communicator for one kind of device, and the stream of its asynchronous calls. Work: such a call."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from ..bindings.errors import NcclTimeout
 from ..bindings.workers import Begun
 from ..comm.base import explained
 from ..comm.communicator import Communicator
+from ..comm.groups import group
 from ..interop.streams import create_stream, current_stream
 from . import c10d
 from .tensors import Copy
 
-Issue = Callable[[Any], object]  # of a stream; None stands for the caller's
+Call = Callable[[Communicator, Any], object]  # of a communicator, on a stream; None is the caller's
 
 
-class Work(c10d.Work):  # type: ignore[misc]
+class Work(c10d.WorkBase):
     """One call, as torch.distributed has it.
 
     result  the tensors that it fills, which its future gives
@@ -103,8 +104,8 @@ class Work(c10d.Work):  # type: ignore[misc]
         """A future of the tensors; on CUDA it is complete in the order of streams, as those of torch are."""
         with self._lock:
             if self._future is None:
-                devices = sorted({x.device for x in self._result if x.is_cuda}, key=str)
-                self._began = torch.futures.Future(devices=devices or None)
+                devices: Any = sorted({x.device for x in self._result if x.is_cuda}, key=str)
+                self._began: Any = torch.futures.Future(devices=devices or None)
                 # set_exception() of torch sets a result, which C++ takes for one: DDP's reducer for tensors.
                 self._future = self._began if devices else self._began.then(self._outcome)
                 if self._happened is not None and not self._happened.is_set():
@@ -147,21 +148,26 @@ class Lane:
         return torch.cuda.stream(torch.cuda.ExternalStream(self.side.handle, torch.device(self.comm.device)))
 
     def run(
-        self, issue: Issue, result: Sequence[torch.Tensor], here: bool, copies: Sequence[Copy] = (), limit: float = 0.0
+        self,
+        calls: Sequence[Call],
+        result: Sequence[torch.Tensor],
+        here: bool,
+        copies: Sequence[Copy],
+        limit: float = 0.0,
     ) -> Work:
-        """The call that `issue` makes, then the copies.
+        """The calls, as one launch, then the copies.
 
         here   on the caller's stream: on the CPU it has run when this returns
         limit  seconds that wait() takes at most, 0: none"""
         if here and not limit:
-            issue(None)
+            self._issue(calls, None)
             for copy in copies:
                 copy()
             return Work(self, result)
         side, work, track = self.side, Work(self, result, limit or None), self.comm._track
         side.wait(self.current())
         with self.comm.lock:
-            issue(side)
+            self._issue(calls, side)
             entry = 0 if track is None else track.head
         if self.is_host:
             for copy in copies:
@@ -176,6 +182,11 @@ class Lane:
             side.hold((*copies, *result))
         work.event = side.record()
         return work
+
+    def _issue(self, calls: Sequence[Call], stream: Any) -> None:
+        with group() if len(calls) > 1 else contextlib.nullcontext():
+            for call in calls:
+                call(self.comm, stream)
 
     def _complete(self, work: Work, entry: int, error: BaseException | None) -> None:
         """In the side stream, on the CPU: the call has run. The record says so, for who asks what a rank waits for."""

@@ -1,0 +1,203 @@
+"""The collectives of a process group, as torch.distributed calls them: each one call, or one group, of a communicator.
+
+Arguments are c10d's: lists of tensors, and options with the root, the operator, and whether the caller waits (asyncOp),
+or in their place the operator or the root alone. Each returns a Work. Errors are those of the communicator's methods,
+raised before anything is launched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..comm.communicator import Communicator
+from . import c10d
+from .tensors import Copy, joined, operator, parts, source, target
+from .work import Call, Work
+
+SUM = c10d.ReduceOp.SUM
+
+
+class Collectives(c10d.Base):
+    """What PyncclBackend inherits: the methods that move data between all ranks."""
+
+    def allreduce(self, tensors: Any, opts: Any = SUM) -> Work:
+        tensors, op, copies = _listed(tensors), _operator_of(opts), _no_copies()
+        if any(x.is_sparse for x in tensors):
+            return self._allreduce_sparse(tensors, op)
+        buffers = [target(x, copies, reduces=True, keep=True) for x in tensors]
+        calls = [_reduction("all_reduce", x, op, y, y) for x, y in zip(tensors, buffers, strict=True)]
+        return self._run(tensors, calls, opts, copies)
+
+    allreduce_coalesced = allreduce
+
+    def _allreduce_sparse(self, tensors: list[torch.Tensor], op: Any) -> Work:
+        """Gradients of nn.Embedding(sparse=True): the sum of all ranks' elements. Waits: nobody knows how many come."""
+        if c10d.operator_name(op) != "SUM":
+            raise ValueError(f"ReduceOp.{c10d.operator_name(op)} of a sparse tensor: expected SUM")
+        for x in tensors:
+            comm, data = self._lane(x.device).comm, x.data.coalesce()
+            counts = comm.all_gather(torch.tensor([data._nnz()], device=x.device)).tolist()
+            found = []
+            for part in (data.indices().t(), data.values()):  # a row for each element
+                width = part.shape[1:].numel()
+                flat = comm.all_gather_v(part.contiguous().view(-1), counts=[count * width for count in counts])
+                found.append(flat.view(sum(counts), *part.shape[1:]))
+            x.data.copy_(torch.sparse_coo_tensor(found[0].t(), found[1], x.shape, check_invariants=False).coalesce())
+        return Work(None, tensors)
+
+    def broadcast(self, tensors: Any, opts: Any = 0) -> Work:
+        tensors, root, copies = _listed(tensors), _root_of(opts), _no_copies()
+        buffers = [target(x, copies, keep=True) for x in tensors]
+        return self._run(tensors, [_movement("broadcast", y, y, root=root) for y in buffers], opts, copies)
+
+    def reduce(self, tensors: Any, opts: Any = 0, op: Any = SUM) -> Work:
+        [x], root, copies = _listed(tensors), _root_of(opts), _no_copies()
+        y = target(x, copies, reduces=True, keep=True)
+        call = _reduction("reduce", x, getattr(opts, "reduceOp", op), y, y, root=root)
+        return self._run([x], [call], opts, copies if self.rank() == root else ())
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+        copies, calls, inputs = _no_copies(), [], _listed(inputs)
+        lists = _lists(outputs, len(inputs))
+        for outs, x in zip(lists, inputs, strict=True):
+            self._check_list("all_gather", outs)
+            send, recv = source(x), parts(outs, copies)
+            counts = [out.numel() * x.element_size() // send.element_size() for out in outs]
+            uneven = {"counts": counts} if len(set(counts)) > 1 else {}
+            calls.append(_movement("all_gather_v" if uneven else "all_gather", send, recv, **uneven))
+        return self._run([out for outs in lists for out in outs], calls, opts, copies)
+
+    allgather_coalesced = allgather
+
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+        copies = _no_copies()
+        pairs = [(source(x), target(out, copies)) for out, x in zip(outputs, inputs, strict=True)]
+        return self._run(outputs, [_movement("all_gather", *pair) for pair in pairs], opts, copies)
+
+    def all_gather_single(self, output: Any, x: Any, opts: Any = None) -> Work:
+        return self.all_gather_single_coalesced([output], [x], opts)
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = SUM) -> Work:
+        copies, calls, outputs = _no_copies(), [], _listed(outputs)
+        for out, given in zip(outputs, _lists(inputs, len(outputs)), strict=True):
+            self._check_list("reduce_scatter", given)
+            send, recv = joined(given, reduces=True), target(out, copies, reduces=True)
+            counts = [x.numel() * send.numel() // max(sum(x.numel() for x in given), 1) for x in given]
+            uneven = {"counts": counts} if len(set(counts)) > 1 else {}
+            method = "reduce_scatter_v" if uneven else "reduce_scatter"
+            calls.append(_reduction(method, out, _operator_of(opts), send, recv, **uneven))
+        return self._run(outputs, calls, opts, copies)
+
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = SUM) -> Work:
+        copies, op = _no_copies(), _operator_of(opts)
+        calls = [
+            _reduction("reduce_scatter", out, op, source(x, reduces=True), target(out, copies, reduces=True))
+            for out, x in zip(outputs, inputs, strict=True)
+        ]
+        return self._run(outputs, calls, opts, copies)
+
+    def reduce_scatter_single(self, output: Any, x: Any, opts: Any = SUM) -> Work:
+        return self.reduce_scatter_single_coalesced([output], [x], opts)
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = 0) -> Work:
+        [x], root, copies, recv = _listed(inputs), _root_of(opts), _no_copies(), None
+        result = [x]
+        if self.rank() == root:
+            [result] = _lists(outputs, 1)
+            self._check_list("gather", result, equal=True)
+            recv = parts(result, copies)
+        return self._run(result, [_movement("gather", source(x), recv, root=root)], opts, copies)
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = 0) -> Work:
+        [out], root, copies, send = _listed(outputs), _root_of(opts), _no_copies(), None
+        if self.rank() == root:
+            [given] = _lists(inputs, 1)
+            self._check_list("scatter", given, equal=True)
+            send = joined(given)
+        return self._run([out], [_movement("scatter", send, target(out, copies), root=root)], opts, copies)
+
+    def all_to_all_single(self, output: Any, x: Any, out_splits: Any = (), splits: Any = (), opts: Any = None) -> Work:
+        copies = _no_copies()
+        send, recv = source(x), target(output, copies)
+        counts = {
+            "send_counts": self._split_counts("input", x, splits, send.numel()),
+            "recv_counts": self._split_counts("output", output, out_splits, recv.numel()),
+        }
+        return self._run([output], [_movement("all_to_all_v", send, recv, **counts)], opts, copies)
+
+    def _split_counts(self, role: str, x: torch.Tensor, splits: Sequence[int], numel: int) -> list[int]:
+        """Elements of the buffer for each rank, of rows for each rank; none: as many for each."""
+        ranks, rows = self.size(), x.size(0) if x.dim() else 1
+        if not splits and rows % ranks:
+            raise ValueError(
+                f"all_to_all: {role} has {rows} rows, not divisible by {ranks} ranks; pass the split sizes"
+            )
+        splits = list(splits) or [rows // ranks] * ranks
+        if len(splits) != ranks or sum(splits) != rows:
+            raise ValueError(
+                f"all_to_all: the {role} split sizes are {splits}, expected {ranks} numbers with sum {rows}, its rows"
+            )
+        return [split * (numel // rows) if rows else 0 for split in splits]
+
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+        copies, calls = _no_copies(), []
+        self._check_list("all_to_all", outputs)
+        self._check_list("all_to_all", inputs)
+        for peer, (x, out) in enumerate(zip(inputs, outputs, strict=True)):
+            calls += [_movement("send", source(x), peer=peer), _movement("recv", target(out, copies), peer=peer)]
+        return self._run(outputs, calls, opts, copies)
+
+    # What torch before 2.13 calls them.
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    def _check_list(self, operation: str, tensors: Sequence[torch.Tensor], equal: bool = False) -> None:
+        if len(tensors) != self.size():
+            raise ValueError(
+                f"{operation}: a list of {len(tensors)} tensors, expected one for each of {self.size()} ranks"
+            )
+        counts = [x.numel() for x in tensors]
+        if equal and len(set(counts)) > 1:
+            raise ValueError(f"{operation}: the tensors have {counts} elements, expected as many for each rank")
+
+
+def _movement(method: str, *buffers: Any, **options: Any) -> Call:
+    """A call of a communicator's method."""
+    return lambda comm, stream: getattr(comm, method)(*buffers, stream=stream, **options)
+
+
+def _reduction(method: str, x: torch.Tensor, op: Any, *buffers: Any, **options: Any) -> Call:
+    """The same of a reduction by this ReduceOp of tensors like x."""
+
+    def call(comm: Communicator, stream: Any) -> None:
+        with operator(op, x, comm) as code:
+            getattr(comm, method)(*buffers, op=code, stream=stream, **options)
+
+    return call
+
+
+def _no_copies() -> list[Copy]:
+    return []
+
+
+def _listed(tensors: Any) -> list[torch.Tensor]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def _lists(tensors: Any, count: int) -> list[list[torch.Tensor]]:
+    """So many lists, of which a single one may be passed as it is."""
+    return [list(tensors)] if count == 1 and isinstance(tensors[0], torch.Tensor) else [list(one) for one in tensors]
+
+
+def _operator_of(opts: Any) -> Any:
+    return getattr(opts, "reduceOp", opts)
+
+
+def _root_of(opts: Any) -> int:
+    return int(getattr(opts, "rootRank", opts))
