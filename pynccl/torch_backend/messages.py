@@ -49,7 +49,6 @@ class Channel:
                 try:
                     self._run(work, x, tag, before)
                 except BaseException as error:
-                    self._error = self._error or error
                     work.complete(error)
                 else:
                     work.complete()
@@ -78,9 +77,9 @@ class Channel:
             return self._connect()
         except NcclTimeout as error:
             verb, other = ("send", "recv") if self.sends else ("recv", "send")
-            raise NcclTimeout(
-                f"{verb}: rank {self.peer} never called {other}, so there are no messages from {self._who}\n  {error}"
-            ) from None
+            text = f"{verb}: rank {self.peer} never called {other}, so there are no messages from {self._who}"
+            self._error = NcclTimeout(f"{text}\n  {error}")
+            raise self._error from None
 
     def _receive(self, comm: Communicator, x: torch.Tensor, tag: int) -> None:
         copies: list[Any] = []

@@ -1,9 +1,11 @@
-"""torch's own group over gloo beside the ranks of the pool, and numbers whose sums are exact."""
+"""Process groups of torch.distributed for the ranks of a pool, and numbers whose sums are exact."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +15,18 @@ from pynccl import Communicator
 
 @contextlib.contextmanager
 def gloo(comm: Communicator, path: str) -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.FileStore(path, comm.size), rank=comm.rank, world_size=comm.size)
+    """torch's own group over gloo beside the ranks of the pool."""
+    with group_over("gloo", comm, path):
+        yield
+
+
+@contextlib.contextmanager
+def group_over(backend: str, place: Any, path: str, timeout: float = 60.0) -> Iterator[None]:
+    """The default group of the ranks, within; `place` has rank and size."""
+    import pynccl.torch_backend  # noqa: F401
+
+    store, limit = dist.FileStore(path, place.size), timedelta(seconds=timeout)
+    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size, timeout=limit)
     try:
         yield
     finally:
