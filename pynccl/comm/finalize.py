@@ -121,6 +121,8 @@ def abort_late(self: Comm, text: str) -> None:
 
     Nobody waits: ncclCommAbort may wait for the kernel of another communicator, which is aborted meanwhile."""
     self._late = text
+    if self._track is not None:
+        self._track.gave_up(NcclTimeout(text))
     aborted_late[:] = [*aborted_late[-1:], text]
     threading.Thread(target=partial(abort, [self]), name="pynccl abort", daemon=True).start()
 

@@ -56,7 +56,9 @@ def after_fork() -> None:
 def set_timeout(handle: int, timeout: float) -> None:
     """Seconds that every wait of a communicator may take from now on, whatever PYNCCL_HOST_TIMEOUT says."""
     comm = find(handle)
-    comm.timeout = comm.transport.limit = timeout
+    comm.timeout = timeout
+    if comm._transport is not None:  # one rank alone has none
+        comm._transport.limit = timeout
 
 
 def seconds(variable: str, default: float = 600.0) -> float:

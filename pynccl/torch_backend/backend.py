@@ -15,6 +15,7 @@ from torch.distributed import PrefixStore
 from ..bindings.errors import NcclError
 from ..bindings.library import gpu_count, host_module, load
 from ..bindings.structs import CommConfig
+from ..comm.base import explained
 from ..comm.communicator import Communicator
 from . import c10d
 from .collectives import Collectives
@@ -137,8 +138,16 @@ class PyncclBackend(Collectives):
                 name = f"{self._title}: {sender} to {receiver}"
                 place = 0 if self.rank() == sender else 1
                 connect = partial(self._connect, device, store, place, 2, name)
-                self._channels[key] = Channel(self.rank(), sender, receiver, connect)
+                self._channels[key] = Channel(self.rank(), sender, receiver, connect, self._check)
             return self._channels[key]
+
+    def _check(self) -> None:
+        """Raise what a communicator of the group has failed with."""
+        for lane in list(self._lanes.values()):
+            try:
+                lane.comm.check_async_error()
+            except NcclError as error:
+                raise explained(error, lane.comm._track) from None
 
     # The group
 

@@ -45,7 +45,9 @@ class Collectives(c10d.Base):
                 width = part.shape[1:].numel()
                 flat = comm.all_gather_v(part.contiguous().view(-1), counts=[count * width for count in counts])
                 found.append(flat.view(sum(counts), *part.shape[1:]))
-            x.data.copy_(torch.sparse_coo_tensor(found[0].t(), found[1], x.shape, check_invariants=False).coalesce())
+            total = torch.sparse_coo_tensor(found[0].t(), found[1], x.shape, check_invariants=False).coalesce()
+            with torch.no_grad():  # x.data would be a copy
+                x.copy_(total)
         return Work(None, tensors)
 
     def broadcast(self, tensors: Any, opts: Any = 0) -> Work:
@@ -70,7 +72,9 @@ class Collectives(c10d.Base):
             calls.append(_movement("all_gather_v" if uneven else "all_gather", send, recv, **uneven))
         return self._run([out for outs in lists for out in outs], calls, opts, copies)
 
-    allgather_coalesced = allgather
+    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+        """outputs[rank][input], where allgather has outputs[input][rank]."""
+        return self.allgather([list(outs) for outs in zip(*outputs, strict=True)], inputs, opts)
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         copies = _no_copies()

@@ -17,21 +17,32 @@ import torch
 
 from ..bindings.errors import NcclError, NcclInvalidUsage, NcclTimeout
 from ..bindings.library import host_module
+from ..bindings.workers import Begun
 from ..comm.communicator import Communicator
 from ..watch import frames
 from .tensors import source, target
 from .work import Lane, Work
 
+_POLL_SECONDS = 0.2
+
 
 class Channel:
     """Messages from `sender` to `receiver`, ranks of a group; this process is one of them.
 
-    connect() makes the communicator in which the sender is 0 and the receiver 1"""
+    connect()  makes the communicator in which the sender is 0 and the receiver 1
+    check()    raises where the group has failed: the peer may be dead, and never come"""
 
-    def __init__(self, rank: int, sender: int, receiver: int, connect: Callable[[], Communicator]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        sender: int,
+        receiver: int,
+        connect: Callable[[], Communicator],
+        check: Callable[[], None],
+    ) -> None:
         self.sends, self.peer = rank == sender, receiver if rank == sender else sender
         self._who = f"rank {sender} to rank {receiver}"
-        self._connect = connect
+        self._connect, self._check_peer = connect, check
         self._lane: Lane | None = None
         self._error: BaseException | None = None
         self._early: defaultdict[int, deque[torch.Tensor]] = defaultdict(deque)  # by tag: came before it was asked for
@@ -73,8 +84,11 @@ class Channel:
             self._receive(self._lane.comm, x, tag)
 
     def _connected(self) -> Communicator:
+        begun = Begun(self._connect, "first message")
+        while not begun.done.wait(_POLL_SECONDS):
+            self._check_peer()
         try:
-            return self._connect()
+            return begun.result(0, NcclTimeout)
         except NcclTimeout as error:
             verb, other = ("send", "recv") if self.sends else ("recv", "send")
             text = f"{verb}: rank {self.peer} never called {other}, so there are no messages from {self._who}"

@@ -167,6 +167,10 @@ class Track:
         if self.head:
             self.failed(self.head, error)
 
+    def gave_up(self, error: BaseException) -> None:
+        """The calls that have not completed have raised: for the other ranks this one has waited there, and has not left."""
+        self.failed_since(max(self.comm_head.completed, self.head - self._ring), error)
+
     def unnumbered(self, entry: int) -> None:
         """The call, so far the only one, counts as none after all."""
         self._words[entry % self._ring * _WORDS + _NUMBER] = self._collective = 0
