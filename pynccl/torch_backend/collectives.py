@@ -178,10 +178,13 @@ def _movement(method: str, *buffers: Any, **options: Any) -> Call:
 
 def _reduction(method: str, x: torch.Tensor, op: Any, *buffers: Any, **options: Any) -> Call:
     """The same of a reduction by this ReduceOp of tensors like x."""
+    code = operator(op, x)
+    if isinstance(code, str):
+        return _movement(method, *buffers, op=code, **options)
 
     def call(comm: Communicator, stream: Any) -> None:
-        with operator(op, x, comm) as code:
-            getattr(comm, method)(*buffers, op=code, stream=stream, **options)
+        with code(comm) as made:
+            getattr(comm, method)(*buffers, op=made, stream=stream, **options)
 
     return call
 

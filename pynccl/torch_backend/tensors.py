@@ -6,19 +6,20 @@ that.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
 from ..comm.communicator import Communicator
+from ..comm.redop import PreMulSum
 from ..interop.buffers import torch_types
 from . import c10d
 
 Copy = Callable[[], object]
 _OPERATORS = {"SUM": "sum", "AVG": "avg", "PRODUCT": "prod", "MIN": "min", "MAX": "max"}
+_OF_COMPLEX = {"SUM": "sum", "AVG": "avg"}
 _OF_BOOL = {"SUM": "max", "MAX": "max", "PRODUCT": "min", "MIN": "min"}  # or, and
 
 
@@ -77,24 +78,18 @@ def _has_data_type(dtype: torch.dtype) -> bool:
         return False
 
 
-@contextlib.contextmanager
-def operator(op: Any, x: torch.Tensor, comm: Communicator) -> Iterator[Any]:
-    """What a communicator calls this ReduceOp in calls that are made within, for tensors like x."""
-    if c10d.operator_name(op) != "PREMUL_SUM":
-        yield _plain_operator(c10d.operator_name(op), x)
-        return
-    factor, dtype = c10d.factor(op), x.dtype.to_real() if x.is_complex() else x.dtype
-    is_tensor = isinstance(factor, torch.Tensor)
-    with comm.pre_mul_sum(factor.data.to(dtype) if is_tensor else factor, dtype) as made:
-        yield made
-
-
-def _plain_operator(name: str, x: torch.Tensor) -> str:
-    known = _OF_BOOL if x.dtype == torch.bool else _OPERATORS
-    if name in known and not (x.is_complex() and name not in ("SUM", "AVG")):
+def operator(op: Any, x: torch.Tensor) -> str | Callable[[Communicator], PreMulSum]:
+    """What a communicator calls this ReduceOp, for tensors like x; or what makes it, for one with a factor."""
+    name = c10d.operator_name(op)
+    if name == "PREMUL_SUM":
+        factor, dtype = c10d.factor(op), x.dtype.to_real()
+        if isinstance(factor, torch.Tensor):
+            factor = factor.data.to(dtype)
+        return lambda comm: comm.pre_mul_sum(factor, dtype)
+    known = _OF_BOOL if x.dtype == torch.bool else _OF_COMPLEX if x.is_complex() else _OPERATORS
+    if name in known:
         return known[name]
     raise ValueError(
-        f"ReduceOp.{name} of a {x.dtype} tensor: NCCL has no such reduction; expected one of "
-        f"{', '.join(('SUM', 'AVG') if x.is_complex() else known)}"
+        f"ReduceOp.{name} of a {x.dtype} tensor: NCCL has no such reduction; expected one of {', '.join(known)}"
         + ("; all_gather the tensors and combine them" if name.startswith("B") else "")
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -133,6 +134,8 @@ class Lane:
         self.comm = comm
         self.is_host = comm.library.is_host
         self._side: Any = None
+        # DDP.join() hands the Work of a sum of one number to C++, which keeps the C++ half of it alone.
+        self._handed_out: deque[Work] = deque(maxlen=16)
 
     @property
     def side(self) -> Any:
@@ -165,6 +168,8 @@ class Lane:
                 copy()
             return Work(self, result)
         side, work, track = self.side, Work(self, result, limit or None), self.comm._track
+        if sum(x.numel() for x in result) == 1:
+            self._handed_out.append(work)
         side.wait(self.current())
         with self.comm.lock:
             self._issue(calls, side)

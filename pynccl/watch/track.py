@@ -168,7 +168,7 @@ class Track:
             self.failed(self.head, error)
 
     def gave_up(self, error: BaseException) -> None:
-        """The calls that have not completed have raised: for the other ranks this one has waited there, and has not left."""
+        """The calls that have not completed have raised: to the others this rank has waited there, and has not left."""
         self.failed_since(max(self.comm_head.completed, self.head - self._ring), error)
 
     def unnumbered(self, entry: int) -> None:
