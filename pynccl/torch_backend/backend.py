@@ -59,16 +59,9 @@ class PyncclBackend(Collectives):
         if device.type not in ("cpu", "cuda"):
             raise ValueError(f"the tensor is on {device}, expected cpu or cuda")
         library = load("host") if device.type == "cpu" else load()
-        named = library.is_host or library.version >= _NAMED_SINCE
-        comm = Communicator.from_store(
-            store,
-            rank,
-            size,
-            device=None if library.is_host else device,
-            config=CommConfig(comm_name=name) if named else None,
-            timeout=self._timeout.total_seconds(),
-            library=library,
-        )
+        config = CommConfig(comm_name=name) if library.is_host or library.version >= _NAMED_SINCE else None
+        where, timeout = None if library.is_host else device, self._timeout.total_seconds()
+        comm = Communicator.from_store(store, rank, size, device=where, config=config, timeout=timeout, library=library)
         self._limit(comm)
         return comm
 

@@ -32,7 +32,7 @@ class _GroupOfOldTorch(_ProcessGroup):
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)
-        self._name, self._desc = "", "undefined"
+        self._name = ""
 
     def getGroupName(self) -> str:
         return self._name
@@ -41,14 +41,6 @@ class _GroupOfOldTorch(_ProcessGroup):
 
     def _set_group_name(self, name: str) -> None:
         self._name = name
-
-    def getGroupDesc(self) -> str:
-        return self._desc
-
-    group_desc = property(getGroupDesc)
-
-    def _set_group_desc(self, desc: str) -> None:
-        self._desc = desc
 
     def get_group_store(self) -> Any:
         return self._store
@@ -59,9 +51,6 @@ class _GroupOfOldTorch(_ProcessGroup):
 
     def _get_backend(self, device: torch.device) -> Any:
         return self
-
-    def _has_hooks(self) -> bool:
-        return False
 
     def _start_coalescing(self, device: torch.device) -> None:
         self.start_coalescing()

@@ -8,9 +8,9 @@ and one of another tag than is asked for is kept until it is; NCCL has no tags: 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import defaultdict, deque
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -33,12 +33,7 @@ class Channel:
     check()    raises where the group has failed: the peer may be dead, and never come"""
 
     def __init__(
-        self,
-        rank: int,
-        sender: int,
-        receiver: int,
-        connect: Callable[[], Communicator],
-        check: Callable[[], None],
+        self, rank: int, sender: int, receiver: int, connect: Callable[[], Communicator], check: Callable[[], None]
     ) -> None:
         self.sends, self.peer = rank == sender, receiver if rank == sender else sender
         self._who = f"rank {sender} to rank {receiver}"
@@ -46,12 +41,12 @@ class Channel:
         self._lane: Lane | None = None
         self._error: BaseException | None = None
         self._early: defaultdict[int, deque[torch.Tensor]] = defaultdict(deque)  # by tag: came before it was asked for
-        self._queue = host_module().HostStream()
+        self._queue, self._closed = host_module().HostStream(), threading.Event()
 
     def post(self, x: torch.Tensor, tag: int) -> Work:
         """Send x, or receive into it. Returns at once."""
         work = Work(None, [x]).begin()
-        work._source = self.peer
+        work.source = self.peer
         site = frames.user_site()
         before = None if not x.is_cuda else torch.cuda.current_stream(x.device).record_event()
 
@@ -131,24 +126,21 @@ class Channel:
                 for copy in copies:
                     copy()
         lane.side.hold((x, *copies))
-        work._lane, work.event = lane, lane.side.record()
+        work.lane, work.event = lane, lane.side.record()
 
     def begin_close(self) -> None:
         """What was posted goes on; behind it the communicator is destroyed, which waits for the peer."""
-        self._closing = Work(None, []).begin()
         self._queue.submit(self._destroy)
 
     def _destroy(self) -> None:
         with contextlib.suppress(NcclError):
             if self._lane is not None:
                 self._lane.comm.destroy()
-        self._closing.complete()
+        self._closed.set()
 
     def end_close(self, seconds: float) -> None:
         """Wait for that, and abort what has not come to an end."""
-        try:
-            self._closing.wait(timedelta(seconds=seconds))
-        except NcclTimeout:
+        if not self._closed.wait(seconds):
             self.abort()
 
     def abort(self) -> None:

@@ -29,13 +29,13 @@ class Work(c10d.WorkBase):
 
     result  the tensors that it fills, which its future gives
     limit   seconds that wait() takes at most where it is not told; None: the group's timeout, which the watchdog keeps
-    event   on CUDA: behind it on its stream; None: it is in the order of the current stream
+    event   on CUDA: behind it on the side stream; None: it is in the order of the current stream
     """
 
     def __init__(self, lane: Lane | None, result: Sequence[torch.Tensor], limit: float | None = None) -> None:
         super().__init__()
-        self._lane, self._result, self._limit = lane, list(result), limit
-        self._source = -1
+        self.lane, self._result, self._limit = lane, list(result), limit
+        self.source = -1  # of a recv
         self.event: Any = None
         self._happened: threading.Event | None = None  # None: it has run, or is in a stream's order
         self._error: BaseException | None = None
@@ -52,11 +52,8 @@ class Work(c10d.WorkBase):
         """It has run, or failed. What waits for its future goes on in another thread: it may wait for later calls."""
         assert self._happened is not None
         self._error = error
-        with self._lock:
-            self._happened.set()
-            waited_for = self._future is not None and not self._settled
-            self._settled = waited_for
-        if waited_for:
+        self._happened.set()
+        if self._future is not None:
             Begun(self._settle, "future")
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
@@ -67,18 +64,12 @@ class Work(c10d.WorkBase):
             limit = timeout.total_seconds() if timeout else self._limit
             if not self._happened.wait(limit):
                 text = f"a collective or message was not complete after wait({limit:g} s)"
-                raise explained(NcclTimeout(text), self._lane.comm._track if self._lane else None)
+                raise explained(NcclTimeout(text), self.lane.comm._track if self.lane else None)
             if self._error is not None:
                 raise self._error
-        if self.event is not None and self._lane is not None:
-            self._lane.current().wait(self.event)
+        if self.event is not None and self.lane is not None:
+            self.lane.current().wait(self.event)
         return True
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def block_current_stream(self) -> None:
-        self.wait()
 
     def is_completed(self) -> bool:
         if self._happened is not None and not self._happened.is_set():
@@ -96,10 +87,10 @@ class Work(c10d.WorkBase):
         return self._result
 
     def source_rank(self) -> int:
-        return self._source
+        return self.source
 
-    def _source_rank(self) -> int:
-        return self._source
+    synchronize = block_current_stream = wait
+    _source_rank = source_rank
 
     def get_future(self) -> Any:
         """A future of the tensors; on CUDA it is complete in the order of streams, as those of torch are."""
@@ -109,12 +100,8 @@ class Work(c10d.WorkBase):
                 self._began: Any = torch.futures.Future(devices=devices or None)
                 # set_exception() of torch sets a result, which C++ takes for one: DDP's reducer for tensors.
                 self._future = self._began if devices else self._began.then(self._outcome)
-                if self._happened is not None and not self._happened.is_set():
-                    return self._future
-            elif self._settled:
-                return self._future
-            self._settled = True
-        self._settle()
+        if self._happened is None or self._happened.is_set():
+            self._settle()
         return self._future
 
     def _outcome(self, _: Any) -> list[torch.Tensor]:
@@ -123,8 +110,11 @@ class Work(c10d.WorkBase):
         return self._result
 
     def _settle(self) -> None:
-        with contextlib.nullcontext() if self.event is None or self._lane is None else self._lane.on_side():
-            self._began.set_result(self._result)
+        with self._lock:
+            first, self._settled = not self._settled, True
+        if first:
+            with self.lane.on_side() if self.event is not None and self.lane else contextlib.nullcontext():
+                self._began.set_result(self._result)
 
 
 class Lane:
@@ -133,6 +123,7 @@ class Lane:
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
         self.is_host = comm.library.is_host
+        self._device = None if self.is_host else comm.device
         self._side: Any = None
         # DDP.join() hands the Work of a sum of one number to C++, which keeps the C++ half of it alone.
         self._handed_out: deque[Work] = deque(maxlen=16)
@@ -140,23 +131,18 @@ class Lane:
     @property
     def side(self) -> Any:
         if self._side is None:
-            self._side = create_stream(comm_device(self.comm), library=self.comm.library)
+            self._side = create_stream(self._device, library=self.comm.library)
         return self._side
 
     def current(self) -> Any:
-        return current_stream(comm_device(self.comm), library=self.comm.library)
+        return current_stream(self._device, library=self.comm.library)
 
     def on_side(self) -> Any:
         """torch's work goes to the side stream within."""
         return torch.cuda.stream(torch.cuda.ExternalStream(self.side.handle, torch.device(self.comm.device)))
 
     def run(
-        self,
-        calls: Sequence[Call],
-        result: Sequence[torch.Tensor],
-        here: bool,
-        copies: Sequence[Copy],
-        limit: float = 0.0,
+        self, calls: Sequence[Call], result: Sequence[torch.Tensor], here: bool, copies: Sequence[Copy], limit: float
     ) -> Work:
         """The calls, as one launch, then the copies.
 
@@ -198,8 +184,3 @@ class Lane:
         if error is None and entry and self.comm._track is not None:
             self.comm._track.completed(entry)
         work.complete(error)
-
-
-def comm_device(comm: Communicator) -> str | None:
-    """As streams are made for it."""
-    return None if comm.library.is_host else comm.device
