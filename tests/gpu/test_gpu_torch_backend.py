@@ -1,0 +1,146 @@
+"""init_process_group("pynccl") on GPUs: values, the order of streams, lifetimes of buffers, DDP, messages."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import pynccl.torch_backend
+from pynccl import Communicator
+
+LARGE = 1 << 22  # elements: kernels that take longer than a launch
+
+
+@pytest.fixture(scope="module")
+def device(comm: Communicator, tmp_path_factory: pytest.TempPathFactory) -> Iterator[torch.device]:
+    """The default group of all ranks is there; the GPU of this rank."""
+    limit = timedelta(seconds=60)
+    if comm.size > 1 or "RANK" in os.environ:
+        dist.init_process_group("pynccl", timeout=limit)
+    else:
+        store = dist.FileStore(str(Path(tmp_path_factory.mktemp("store"), "store")), 1)
+        dist.init_process_group("pynccl", store=store, rank=0, world_size=1, timeout=limit)
+    yield torch.device(comm.device)
+    dist.destroy_process_group()
+
+
+def value(rank: int) -> float:
+    return rank + 1.0
+
+
+def total(n: int) -> float:
+    return n * (n + 1) / 2
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool], ids=str)
+def test_collectives(comm: Communicator, device: torch.device, dtype: torch.dtype, asynchronous: bool) -> None:
+    r, n = comm.rank, comm.size
+    x = torch.full((5,), value(r), device=device).to(dtype)
+    everyone = [torch.full((5,), value(q), device=device).to(dtype) for q in range(n)]
+
+    def done(work: Any) -> None:
+        if work is not None:
+            work.wait()
+
+    y = x.clone()
+    done(dist.all_reduce(y, async_op=asynchronous))
+    assert torch.equal(y, torch.full_like(x, total(n)) if dtype != torch.bool else torch.ones_like(x))
+    parts = [torch.empty_like(x) for _ in range(n)]
+    done(dist.all_gather(parts, x, async_op=asynchronous))
+    assert all(torch.equal(*pair) for pair in zip(parts, everyone, strict=True))
+    whole = torch.empty(n, 5, device=device).to(dtype)
+    done(dist.all_gather_into_tensor(whole, x[None], async_op=asynchronous))
+    assert torch.equal(whole, torch.stack(everyone))
+    z = x.clone() if r == n - 1 else torch.zeros_like(x)
+    done(dist.broadcast(z, n - 1, async_op=asynchronous))
+    assert torch.equal(z, everyone[-1])
+    swapped = torch.empty_like(whole)
+    done(dist.all_to_all_single(swapped, x.expand(n, 5).contiguous(), async_op=asynchronous))
+    assert torch.equal(swapped, torch.stack(everyone))
+    columns = torch.zeros(5, 2, device=device).to(dtype)
+    columns[:, 0] = x
+    done(dist.all_reduce(columns[:, 0], async_op=asynchronous))
+    assert torch.equal(columns[:, 0], y) and not columns[:, 1].any()
+
+
+def test_wait_orders_the_current_stream_and_does_not_block(comm: Communicator, device: torch.device) -> None:
+    x = torch.full((LARGE,), value(comm.rank), device=device)
+    for _ in range(20):
+        y = x * 1  # made on the current stream, behind what is queued there
+        work = dist.all_reduce(y, async_op=True)
+        z = x * 2  # beside it
+        assert work is not None
+        work.wait()
+        y += 1
+        assert torch.equal(y, torch.full_like(y, total(comm.size) + 1)) and z[0] == 2 * value(comm.rank)
+    work = dist.all_reduce(x, async_op=True)
+    assert work is not None
+    future = work.get_future()
+    doubled = future.then(lambda done: done.value()[0] * 2).wait()
+    assert torch.equal(doubled, torch.full_like(x, 2 * total(comm.size)))
+
+
+def test_buffers_may_be_dropped_before_the_call_has_run(comm: Communicator, device: torch.device) -> None:
+    kept = []
+    for _ in range(10):
+        x = torch.full((LARGE,), value(comm.rank), device=device)
+        work = dist.all_reduce(x, async_op=True)
+        kept.append((work, x[:1]))
+        del x
+        torch.full((LARGE,), -1.0, device=device)  # would take its memory
+    for work, first in kept:
+        assert work is not None
+        work.wait()
+        assert first.item() == total(comm.size)
+
+
+def test_messages_around_a_ring_both_ways(comm: Communicator, device: torch.device) -> None:
+    r, n = comm.rank, comm.size
+    if n == 1:
+        pytest.skip("one rank has nobody to write to")
+    x, left, right = torch.full((LARGE,), value(r), device=device), *torch.empty(2, LARGE, device=device)
+    works = [dist.isend(x, (r + 1) % n), dist.isend(x, (r - 1) % n)]
+    works += [dist.irecv(left, (r - 1) % n), dist.irecv(right, (r + 1) % n)]
+    for work in works:
+        assert work is not None
+        work.wait()
+    assert left[0] == value((r - 1) % n) and right[-1] == value((r + 1) % n)
+    operations = [dist.P2POp(dist.isend, x, (r + 1) % n), dist.P2POp(dist.irecv, left, (r - 1) % n)]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    assert left[-1] == value((r - 1) % n)
+
+
+def test_ddp_averages_and_its_communicator_is_the_groups(comm: Communicator, device: torch.device) -> None:
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 8)).to(device)
+    inputs = [torch.randn(16, 64, device=device) for _ in range(comm.size)]
+    for x in inputs:
+        (plain(x).square().mean() / comm.size).backward()
+    expected = [p.grad.clone() for p in plain.parameters() if p.grad is not None]
+    plain.zero_grad()
+    model = torch.nn.parallel.DistributedDataParallel(plain, bucket_cap_mb=0.02)
+    model(inputs[comm.rank]).square().mean().backward()
+    for p, wanted in zip(plain.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad, wanted, rtol=1e-4, atol=1e-6)
+    own = pynccl.Communicator.from_process_group()
+    assert own is pynccl.Communicator.from_process_group() and own.device == str(device)
+
+
+def test_tensors_on_the_cpu_go_beside_those_on_the_gpu(comm: Communicator, device: torch.device) -> None:
+    x, y = torch.ones(3), torch.ones(3, device=device)
+    dist.all_reduce(x)
+    dist.all_reduce(y)
+    dist.barrier()
+    assert x.tolist() == y.tolist() == [comm.size] * 3
+    objects: list[Any] = [None] * comm.size
+    dist.all_gather_object(objects, comm.rank)
+    assert objects == list(range(comm.size))
