@@ -1,0 +1,241 @@
+"""FSDP2 and FSDP1 over "pynccl": losses of one process on the whole batch and of gloo; checkpoints for other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from process_groups import group_over
+from ranks import HOST, Place, RankPool
+from small_transformers import WORDS, llama
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+pytest.importorskip("transformers")
+
+ROWS, SEQUENCE, STEPS = 4, 8, 4  # rows of all ranks together
+NEAR = {"rtol": 1e-4, "atol": 1e-5}
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[RankPool]:
+    pool = RankPool(HOST, communicators=False)
+    yield pool
+    pool.close()
+
+
+def whole_model() -> Any:
+    torch.manual_seed(0)
+    return llama()
+
+
+def adamw(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def rows_of(place: Place, step: int) -> torch.Tensor:
+    """Words of which each is the next one of its predecessor: something to learn."""
+    starts = torch.randint(0, WORDS, (ROWS, 1), generator=torch.Generator().manual_seed(100 + step))
+    ids = (starts + torch.arange(SEQUENCE)) % WORDS
+    return ids.chunk(place.size)[place.rank]
+
+
+def train(model: Any, optimizer: Any, place: Place, steps: range, accumulate: bool = False) -> list[float]:
+    """The mean loss of all ranks at each step. `accumulate`: row by row, their gradients summed after the last."""
+    found = []
+    for step in steps:
+        ids = rows_of(place, step)
+        parts = ids.split(1) if accumulate else [ids]
+        loss = torch.zeros(())
+        for i, part in enumerate(parts):
+            if isinstance(model, FSDPModule):
+                model.set_requires_gradient_sync(i == len(parts) - 1)
+            one = model(input_ids=part, labels=part, use_cache=False).loss / len(parts)
+            one.backward()
+            loss += one.detach().float()
+        clip = getattr(model, "clip_grad_norm_", lambda norm: nn.utils.clip_grad_norm_(model.parameters(), norm))
+        clip(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        if place.size > 1:
+            dist.all_reduce(loss)
+            loss /= place.size
+        found.append(loss.item())
+    return found
+
+
+def sharded(model: Any, **options: Any) -> Any:
+    for layer in model.model.layers:
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
+def reference(steps: int = STEPS) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """One process with all rows: losses, and what the model then is."""
+    model = whole_model()
+    losses = train(model, adamw(model), Place(0, 1), range(steps))
+    assert losses[-1] < losses[0] - 0.1  # otherwise equal losses say little
+    return losses, model.state_dict()
+
+
+def near(found: Any, expected: Any, **tolerance: float) -> None:
+    torch.testing.assert_close(found, expected, **(tolerance or NEAR))
+
+
+def steps_of_fsdp2(place: Place, path: str) -> None:
+    losses, state = reference()
+    by_backend = {}
+    for backend in ("pynccl", "gloo"):
+        with group_over(backend, place, path + backend):
+            model = sharded(whole_model())
+            optimizer = adamw(model)
+            by_backend[backend] = train(model, optimizer, place, range(STEPS))
+            near(by_backend[backend], losses)
+            whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+            found = get_model_state_dict(model, options=whole)
+            assert bool(found) == (place.rank == 0)  # only there
+            if found:
+                near(found, dict(state))
+            again = sharded(whole_model())
+            broadcast = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+            set_model_state_dict(again, found, options=broadcast)
+            for name, parameter in again.named_parameters():
+                near(parameter.full_tensor(), state[name])
+    near(by_backend["pynccl"], by_backend["gloo"], rtol=1e-6, atol=1e-6)
+
+
+def test_losses_of_fsdp2_are_those_of_gloo_and_of_one_process(processes: RankPool, tmp_path: Path) -> None:
+    processes.run(2, steps_of_fsdp2, str(tmp_path / "store"))
+
+
+def ways_of_fsdp2(place: Place, path: str) -> None:
+    """Half precision, gradients accumulated, weights kept or not between passes, one or two at a time."""
+    losses, _ = reference()
+    with group_over("pynccl", place, path):
+        for reduced in (torch.float32, torch.bfloat16):
+            half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduced)
+            model = sharded(whole_model(), mp_policy=half)
+            near(train(model, adamw(model), place, range(STEPS)), losses, rtol=0.02, atol=0.02)
+        for reshard in (True, False):
+            model = sharded(whole_model(), reshard_after_forward=reshard)
+            near(train(model, adamw(model), place, range(STEPS), accumulate=True), losses)
+        model = sharded(whole_model())
+        optimizer = adamw(model)
+        first, second = model.model.layers
+        model.set_modules_to_forward_prefetch([first])
+        first.set_modules_to_forward_prefetch([second])
+        second.set_modules_to_backward_prefetch([first])
+        model.unshard(async_op=True).wait()
+        near(train(model, optimizer, place, range(STEPS)), losses)
+
+
+def divided(place: Place, path: str) -> None:
+    """By a number of the caller's, in the reduction itself: a PREMUL_SUM, which gloo has not."""
+    whole, ids = whole_model(), rows_of(Place(0, 1), 0)
+    whole(input_ids=ids, labels=ids).loss.backward()
+    with group_over("pynccl", place, path):
+        model, ids = sharded(whole_model()), rows_of(place, 0)
+        for module in (model, *model.model.layers):
+            module.set_gradient_divide_factor(8.0)
+        model(input_ids=ids, labels=ids).loss.backward()
+        for name, parameter in model.named_parameters():
+            expected = whole.get_parameter(name).grad * place.size / 8
+            near(parameter.grad.full_tensor(), expected)
+
+
+def test_gradients_of_fsdp2_divided_by_another_number(processes: RankPool, tmp_path: Path) -> None:
+    processes.run(2, divided, str(tmp_path / "store"))
+
+
+def test_ways_of_fsdp2(processes: RankPool, tmp_path: Path) -> None:
+    processes.run(2, ways_of_fsdp2, str(tmp_path / "store"))
+
+
+def steps_of_fsdp1(place: Place, path: str) -> None:
+    losses, state = reference()
+    by_backend: dict[str, list[list[float]]] = {}
+    for backend in ("gloo", "pynccl"):
+        with group_over(backend, place, path + backend):
+            for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD):
+                model = FullyShardedDataParallel(
+                    whole_model(),
+                    sharding_strategy=strategy,
+                    auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+                    device_id=torch.device("cpu"),
+                    use_orig_params=True,
+                )
+                by_backend.setdefault(backend, []).append(train(model, adamw(model), place, range(STEPS)))
+                near(by_backend[backend][-1], losses)
+                with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+                    near({name: x.detach() for name, x in model.named_parameters()}, dict(state))
+    near(by_backend["pynccl"], by_backend["gloo"], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_losses_of_fsdp1_are_those_of_gloo_and_of_one_process(processes: RankPool, tmp_path: Path) -> None:
+    processes.run(2, steps_of_fsdp1, str(tmp_path / "store"))
+
+
+def mesh_of(shape: tuple[int, ...]) -> Any:
+    names = ("shard",) if len(shape) == 1 else ("replicate", "shard")
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+def saves(place: Place, path: str, folder: str, shape: tuple[int, ...], later: bool) -> list[float]:
+    with group_over("pynccl", place, path):
+        model = sharded(whole_model(), mesh=mesh_of(shape))
+        optimizer = adamw(model)
+        losses = train(model, optimizer, place, range(2))
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        state = {"model": model_state, "optimizer": optimizer_state}
+        if later:  # in a thread, over a group of its own, while the model trains on
+            writing: Any = dcp.async_save(state, checkpoint_id=folder, process_group=dist.new_group())
+            train(model, optimizer, place, range(2, 3))
+            writing.result()
+        else:
+            dcp.save(state, checkpoint_id=folder)
+        return losses
+
+
+def goes_on(place: Place, path: str, folder: str) -> list[float]:
+    with group_over("pynccl", place, path):
+        model = sharded(whole_model())
+        optimizer = adamw(model)
+        train(model, optimizer, place, range(7, 8))  # something else
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        state = {"model": model_state, "optimizer": optimizer_state}
+        dcp.load(state, checkpoint_id=folder)
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        return train(model, optimizer, place, range(2, STEPS))
+
+
+@pytest.mark.parametrize(("shape", "later"), [((4,), False), ((2, 2), True)])
+def test_two_ranks_go_on_from_a_checkpoint_of_four(
+    processes: RankPool, tmp_path: Path, shape: tuple[int, ...], later: bool
+) -> None:
+    losses, _ = reference()
+    folder = str(tmp_path / "checkpoint")
+    for first in processes.run(4, saves, str(tmp_path / "four"), folder, shape, later):
+        near(first, losses[:2])
+    for then in processes.run(2, goes_on, str(tmp_path / "two"), folder):
+        near(then, losses[2:])
