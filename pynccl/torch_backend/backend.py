@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed import PrefixStore
+from torch.distributed import HashStore, PrefixStore
 
 from ..bindings.errors import NcclError
 from ..bindings.library import gpu_count, host_module, load
@@ -25,6 +25,7 @@ from .work import Call, Lane, Work
 
 _SHUTDOWN_SECONDS = 10.0  # for ranks that come later to destroy_process_group, or never
 _NAMED_SINCE = (2, 27)  # ncclConfig_t.commName
+_open: set[PyncclBackend] = set()  # torch's own wrapper (TORCH_DISTRIBUTED_DEBUG=DETAIL) keeps their C++ half alone
 
 
 class PyncclBackend(Collectives):
@@ -36,6 +37,7 @@ class PyncclBackend(Collectives):
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, name: str) -> None:
         super().__init__(rank, size)
         self._title, self._store, self._timeout = name, store, timeout
+        _open.add(self)
         self._lanes: dict[str, Lane] = {}
         self._channels: dict[tuple[int, int, str], Channel] = {}
         self._making = threading.RLock()
@@ -59,6 +61,8 @@ class PyncclBackend(Collectives):
         if device.type not in ("cpu", "cuda"):
             raise ValueError(f"the tensor is on {device}, expected cpu or cuda")
         library = load("host") if device.type == "cpu" else load()
+        if size == 1:  # of which torch may make several on different ranks, with one name
+            store = HashStore()
         config = CommConfig(comm_name=name) if library.is_host or library.version >= _NAMED_SINCE else None
         where, timeout = None if library.is_host else device, self._timeout.total_seconds()
         comm = Communicator.from_store(store, rank, size, device=where, config=config, timeout=timeout, library=library)
@@ -186,6 +190,7 @@ class PyncclBackend(Collectives):
 
     def shutdown(self) -> None:
         """Finish what is in flight and end the communicators. Ranks that never do the same are left after 10 s."""
+        _open.discard(self)
         channels, lanes = list(self._channels.values()), list(self._lanes.values())
         self._channels.clear()
         self._lanes.clear()
@@ -200,6 +205,7 @@ class PyncclBackend(Collectives):
 
     def abort(self) -> None:
         """End the communicators at once: calls in flight raise, here and on the other ranks."""
+        _open.discard(self)
         for lane in self._lanes.values():
             lane.comm.abort()
         for channel in self._channels.values():
