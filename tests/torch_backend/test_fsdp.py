@@ -30,11 +30,13 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
 
 pytest.importorskip("transformers")
 
 ROWS, SEQUENCE, STEPS = 4, 8, 4  # rows of all ranks together
 NEAR = {"rtol": 1e-4, "atol": 1e-5}
+Losses = list[tuple[float, float]]
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +62,10 @@ def rows_of(place: Place, step: int) -> torch.Tensor:
     return ids.chunk(place.size)[place.rank]
 
 
-def train(model: Any, optimizer: Any, place: Place, steps: range, accumulate: bool = False) -> list[float]:
-    """The mean loss of all ranks at each step. `accumulate`: row by row, their gradients summed after the last."""
+def train(model: Any, optimizer: Any, place: Place, steps: range, accumulate: bool = False) -> Losses:
+    """Each step's mean loss of all ranks, and the norm of the gradients, which tells their scale: AdamW does not.
+
+    accumulate  row by row, the gradients summed after the last"""
     found = []
     for step in steps:
         ids = rows_of(place, step)
@@ -74,13 +78,14 @@ def train(model: Any, optimizer: Any, place: Place, steps: range, accumulate: bo
             one.backward()
             loss += one.detach().float()
         clip = getattr(model, "clip_grad_norm_", lambda norm: nn.utils.clip_grad_norm_(model.parameters(), norm))
-        clip(0.5)
+        norm = clip(0.5)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         optimizer.step()
         optimizer.zero_grad()
         if place.size > 1:
             dist.all_reduce(loss)
             loss /= place.size
-        found.append(loss.item())
+        found.append((loss.item(), norm.item()))
     return found
 
 
@@ -90,11 +95,11 @@ def sharded(model: Any, **options: Any) -> Any:
     return fully_shard(model, **options)
 
 
-def reference(steps: int = STEPS) -> tuple[list[float], dict[str, torch.Tensor]]:
+def reference(steps: int = STEPS) -> tuple[Losses, dict[str, torch.Tensor]]:
     """One process with all rows: losses, and what the model then is."""
     model = whole_model()
     losses = train(model, adamw(model), Place(0, 1), range(steps))
-    assert losses[-1] < losses[0] - 0.1  # otherwise equal losses say little
+    assert losses[-1][0] < losses[0][0] - 0.1  # otherwise equal losses say little
     return losses, model.state_dict()
 
 
@@ -173,7 +178,7 @@ def test_ways_of_fsdp2(processes: RankPool, tmp_path: Path) -> None:
 
 def steps_of_fsdp1(place: Place, path: str) -> None:
     losses, state = reference()
-    by_backend: dict[str, list[list[float]]] = {}
+    by_backend: dict[str, list[Losses]] = {}
     for backend in ("gloo", "pynccl"):
         with group_over(backend, place, path + backend):
             for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD):
@@ -201,7 +206,7 @@ def mesh_of(shape: tuple[int, ...]) -> Any:
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
-def saves(place: Place, path: str, folder: str, shape: tuple[int, ...], later: bool) -> list[float]:
+def saves(place: Place, path: str, folder: str, shape: tuple[int, ...], later: bool) -> Losses:
     with group_over("pynccl", place, path):
         model = sharded(whole_model(), mesh=mesh_of(shape))
         optimizer = adamw(model)
@@ -217,7 +222,7 @@ def saves(place: Place, path: str, folder: str, shape: tuple[int, ...], later: b
         return losses
 
 
-def goes_on(place: Place, path: str, folder: str) -> list[float]:
+def goes_on(place: Place, path: str, folder: str) -> Losses:
     with group_over("pynccl", place, path):
         model = sharded(whole_model())
         optimizer = adamw(model)
