@@ -75,13 +75,19 @@ def steps_of(group: Any) -> dict[str, Call]:
     if importlib.util.find_spec("transformers"):
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        sizes = {"hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 4, "num_key_value_heads": 2}
+        sizes: dict[str, Any] = {
+            "hidden_size": 128,
+            "intermediate_size": 352,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+        }
         llama = LlamaForCausalLM(LlamaConfig(vocab_size=512, num_hidden_layers=2, **sizes))
         mesh = DeviceMesh.from_group(group, "cpu")
         for layer in llama.model.layers:
             fully_shard(layer, mesh=mesh)
         words = torch.randint(512, (2, 64))
-        found["FSDP2, Llama"] = _step(fully_shard(llama, mesh=mesh), words, lambda out: out.logits)
+        fully_shard(llama, mesh=mesh)
+        found["FSDP2, Llama"] = _step(llama, words, lambda out: out.logits)
     return found
 
 

@@ -76,3 +76,11 @@ def test_overlap_measures_every_case_in_every_way() -> None:
     assert head[5:12] == ["bulk", "slices 2", "slices 4", "slices 8", "ring", "plain", "auto/off"]
     assert all(float(cell) > 0 for row in rows for cell in row[5:12])
     assert len(rows) == 8 and len(bounds.splitlines()) == 2 + 6 and "2 ranks, width 8, hidden 12" in where
+
+
+def test_torch_backend_times_both_backends_and_their_steps() -> None:
+    head, _, *rows = cells(run("torch_backend.py", "--sizes", "16", "--rounds", "2", "--markdown").splitlines()[2:])
+    assert head == ["call", "bytes", "gloo", "pynccl", "gloo / pynccl"]
+    names = [row[0] for row in rows]
+    assert {"all_reduce", "isend, irecv", "DDP, MLP", "FSDP2, Llama", "memory, MiB"} <= set(names)
+    assert all(float(cell.replace(",", "")) > 0 for row in rows for cell in row[2:])
