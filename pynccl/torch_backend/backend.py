@@ -24,6 +24,7 @@ from .tensors import Copy, source, target
 from .work import Call, Lane, Work
 
 _SHUTDOWN_SECONDS = 10.0  # for ranks that come later to destroy_process_group, or never
+_NO_LIMIT = timedelta(0)  # or less: of a call that is not told its own
 _NAMED_SINCE = (2, 27)  # ncclConfig_t.commName
 _open: set[PyncclBackend] = set()  # torch's own wrapper (TORCH_DISTRIBUTED_DEBUG=DETAIL) keeps their C++ half alone
 
@@ -51,6 +52,8 @@ class PyncclBackend(Collectives):
         return self._lane(torch.device(kind or ("cuda" if gpu_count() else "cpu"))).comm
 
     def _lane(self, device: torch.device) -> Lane:
+        if (found := self._lanes.get(device.type)) is not None:
+            return found
         with self._making:
             if device.type not in self._lanes:
                 store = PrefixStore(f"pynccl/{device.type}", self._store)
@@ -83,9 +86,9 @@ class PyncclBackend(Collectives):
             self._batch[2].extend(copies)
             return Work(None, result)
         self._sequence += 1
-        limit = getattr(opts, "timeout", timedelta(-1)).total_seconds()
-        here = getattr(opts, "asyncOp", True) is False
-        return self._lane(result[0].device).run(calls, result, here, copies, max(limit, 0.0))
+        here, limit = getattr(opts, "asyncOp", True) is False, getattr(opts, "timeout", _NO_LIMIT)
+        seconds = limit.total_seconds() if limit > _NO_LIMIT else 0.0
+        return self._lane(result[0].device).run(calls, result, here, copies, seconds)
 
     def start_coalescing(self) -> None:
         """The calls from now on are one group."""
@@ -106,6 +109,11 @@ class PyncclBackend(Collectives):
             return Work(None, [])
         one = torch.ones(1, dtype=torch.int32, device=device)
         return self._run([one], [lambda comm, stream: comm.all_reduce(one, one, stream=stream)], opts)
+
+    def monitored_barrier(self, opts: Any = None, wait_all_ranks: bool = False) -> None:
+        """barrier() with a timeout of its own, of a group: dist.monitored_barrier refuses all backends but gloo."""
+        one, limit = torch.ones(1, dtype=torch.int32), getattr(opts, "timeout", opts) or self._timeout
+        self._run([one], [lambda comm, stream: comm.all_reduce(one, one, stream=stream)], None).wait(limit)
 
     # Messages
 

@@ -74,9 +74,12 @@ def backend_of(group: Any, kind: str) -> Any:
         return None
 
 
+_NAMES = {kind: name for name, kind in vars(c10d.ReduceOp.RedOpType).items() if name.isupper()}
+
+
 def operator_name(op: Any) -> str:
     """ "SUM", of a ReduceOp or of one of its constants."""
-    return str(getattr(op, "op", op).name)
+    return _NAMES[getattr(op, "op", op)]
 
 
 def factor(op: Any) -> Any:

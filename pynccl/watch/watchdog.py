@@ -208,7 +208,7 @@ class Watchdog:
             return  # it has gone on meanwhile
         text = f"{text}\n{stuck.note}" if stuck.note else text
         waited = f"waited {time.monotonic() - stuck.since:.1f} s"
-        aborts = ends and comm is not None
+        aborts, limit = ends and comm is not None, comm.call_timeout if comm is not None else None
         why = "PYNCCL_WATCH_ACTION=raise" if self.settings.raises else "its timeout"
         who = f"rank {track.rank} of {track.size} (comm {track.name!r})"
         lines = [
@@ -220,7 +220,7 @@ class Watchdog:
         ]
         print("\n  ".join(lines), file=sys.stderr, flush=True)
         if aborts:
-            comm._abort_late(f"rank {track.rank} {waited}: {text}")
+            comm._abort_late(f"rank {track.rank} {waited}{f', timeout {limit:g} s' if limit else ''}: {text}")
 
 
 _watchdog: Watchdog | None = None
