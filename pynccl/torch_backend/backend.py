@@ -111,7 +111,7 @@ class PyncclBackend(Collectives):
         return self._run([one], [lambda comm, stream: comm.all_reduce(one, one, stream=stream)], opts)
 
     def monitored_barrier(self, opts: Any = None, wait_all_ranks: bool = False) -> None:
-        """barrier() with a timeout of its own, which names who is missing. Before torch 2.14 dist.monitored_barrier is gloo's alone."""
+        """barrier() with a timeout of its own. Before torch 2.14 dist.monitored_barrier is for gloo alone."""
         one, limit = torch.ones(1, dtype=torch.int32), getattr(opts, "timeout", opts) or self._timeout
         self._run([one], [lambda comm, stream: comm.all_reduce(one, one, stream=stream)], None).wait(limit)
 
