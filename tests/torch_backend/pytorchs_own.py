@@ -57,7 +57,8 @@ class OwnTests(own.TestDistBackend, own.DistributedTest._DistTestBase):
     def setUp(self) -> None:
         super().setUp()
         way = "spawn" if torch.cuda.is_available() else "fork"  # forked ones need not import torch: much faster
-        self._start_processes(torch.multiprocessing.get_context(way).Process)
+        context: Any = torch.multiprocessing.get_context(way)
+        self._start_processes(context.Process)
 
     def run_test(self, name: str, *args: Any) -> None:
         if "no_sync" in name:  # these know what to do for a few backends by name, and nothing for others
