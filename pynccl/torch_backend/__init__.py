@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..bootstrap import stores
+from ..bootstrap.env import agent_serves
 from ..comm.communicator import Communicator
 from . import c10d
 from .backend import PyncclBackend
@@ -24,8 +25,10 @@ __all__ = ["PyncclBackend", "register"]
 
 def _make(opts: Any, backend_options: Any = None) -> PyncclBackend:
     """What torch.distributed calls for each new group, on each of its ranks."""
-    name = "world" if not opts.global_ranks_in_group else f"group {opts.group_id}"
-    return PyncclBackend(opts.store, opts.group_rank, opts.group_size, opts.timeout, name)
+    ranks, rank = opts.global_ranks_in_group, opts.group_rank  # no ranks: all of them
+    name = f"group {opts.group_id}" if ranks else "world"
+    serves = (ranks[rank] if ranks else rank) == 0 and not agent_serves()
+    return PyncclBackend(opts.store, rank, opts.group_size, opts.timeout, name, serves)
 
 
 def register() -> None:

@@ -15,6 +15,9 @@ from torch.distributed import HashStore, PrefixStore
 from ..bindings.errors import NcclError
 from ..bindings.library import gpu_count, host_module, load
 from ..bindings.structs import CommConfig
+from ..bindings.workers import Clock
+from ..bootstrap.join import init_at
+from ..bootstrap.rendezvous import Rendezvous
 from ..comm.base import explained
 from ..comm.communicator import Communicator
 from . import c10d
@@ -24,6 +27,8 @@ from .tensors import Copy, source, target
 from .work import Call, Lane, Work
 
 _SHUTDOWN_SECONDS = 10.0  # for ranks that come later to destroy_process_group, or never
+_SERVER = "the process that serves the store of torch.distributed"
+_AGAIN = "every process needs a rank of its own"
 _NO_LIMIT = timedelta(0)  # or less: of a call that is not told its own
 _NAMED_SINCE = (2, 27)  # ncclConfig_t.commName
 _open: set[PyncclBackend] = set()  # torch's own wrapper (TORCH_DISTRIBUTED_DEBUG=DETAIL) keeps their C++ half alone
@@ -33,10 +38,12 @@ class PyncclBackend(Collectives):
     """A process group over pynccl: a communicator for CPU tensors, one for CUDA tensors, made when first needed.
 
     communicator(kind)  that of "cpu" or "cuda"; all ranks together, the first time
+    serves              this process serves the store
     """
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, name: str) -> None:
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, name: str, serves: bool = False) -> None:
         super().__init__(rank, size)
+        self._serves = serves
         self._title, self._store, self._timeout = name, store, timeout
         _open.add(self)
         self._lanes: dict[str, Lane] = {}
@@ -67,8 +74,10 @@ class PyncclBackend(Collectives):
         if size == 1:  # of which torch may make several on different ranks, with one name
             store = HashStore()
         config = CommConfig(comm_name=name) if library.is_host or library.version >= _NAMED_SINCE else None
-        where, timeout = None if library.is_host else device, self._timeout.total_seconds()
-        comm = Communicator.from_store(store, rank, size, device=where, config=config, timeout=timeout, library=library)
+        clock, where = Clock(self._timeout.total_seconds()), None if library.is_host else device
+        comm = init_at(
+            Rendezvous(store, rank, size, clock, _SERVER, _AGAIN), library, where, None, config, self._serves
+        )
         self._limit(comm)
         return comm
 
