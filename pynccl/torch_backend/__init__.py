@@ -17,6 +17,7 @@ from typing import Any
 from ..bootstrap import stores
 from ..bootstrap.env import agent_serves
 from ..comm.communicator import Communicator
+from ..watch.recorder import recorder
 from . import c10d
 from .backend import PyncclBackend
 
@@ -27,6 +28,8 @@ def _make(opts: Any, backend_options: Any = None) -> PyncclBackend:
     """What torch.distributed calls for each new group, on each of its ranks."""
     ranks, rank = opts.global_ranks_in_group, opts.group_rank  # no ranks: all of them
     name = f"group {opts.group_id}" if ranks else "world"
+    if not ranks and (own := recorder()) is not None and own.head.rank < 0:
+        own.head.rank = rank  # by which messages call this process, where no RANK says it
     serves = (ranks[rank] if ranks else rank) == 0 and not agent_serves()
     return PyncclBackend(opts.store, rank, opts.group_size, opts.timeout, name, serves)
 

@@ -149,7 +149,7 @@ class PyncclBackend(Collectives):
         with self._making:
             if key not in self._channels:
                 store = PrefixStore(f"pynccl/{device.type}/{sender}-{receiver}", self._store)
-                name = f"{self._title}: {sender} to {receiver}"
+                name = f"{self._title}: rank {sender} is 0, rank {receiver} is 1"  # in what is said of it
                 place = 0 if self.rank() == sender else 1
                 connect = partial(self._connect, device, store, place, 2, name)
                 self._channels[key] = Channel(self.rank(), sender, receiver, connect, self._check)
