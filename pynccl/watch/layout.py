@@ -89,7 +89,7 @@ class CommHead(ctypes.Structure):
 SLOT = struct.Struct("=QddQQIHHHHHBxQiii4xQ")
 RETURNED_AT, NUMBER_AT, STREAM_AT, FLAGS_AT = 16, 24, 32, 54  # in a slot
 REGION_BYTES = -(-(REGION_HEAD + CALLS * SLOT.size) // PAGE) * PAGE
-PLAN, FAILED = 1, 2  # flags
+PLAN, FAILED, GAVE_UP = 1, 2, 4  # flags; the last of a call that its watchdog has ended
 NO_COUNT = 0xFFFFFFFFFFFFFFFF
 
 # Which C argument of an operation is its count, behind which is the data type, and what follows that.

@@ -245,12 +245,19 @@ class _File:
             issued=self._seconds(issued),
             returned=self._seconds(returned),
             state=FAILED if flags & layout.FAILED else INSIDE,
-            error="it raised" if flags & layout.FAILED else "",
+            error=_ended_by(flags),
         )
 
     def _string(self, number: int) -> str:
         at = number * layout.STRING_BYTES
         return get(self._strings[at : at + layout.STRING_BYTES])
+
+
+def _ended_by(flags: int) -> str:
+    """Of the last call there is a text; of the others this."""
+    if flags & layout.GAVE_UP:
+        return "NcclTimeout: its watchdog has ended it"
+    return "it raised" if flags & layout.FAILED else ""
 
 
 def _name(kind: Any, value: int) -> str:

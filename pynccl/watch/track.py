@@ -169,7 +169,12 @@ class Track:
 
     def gave_up(self, error: BaseException) -> None:
         """The calls that have not completed have raised: to the others this rank has waited there, and has not left."""
-        self.failed_since(max(self.comm_head.completed, self.head - self._ring), error)
+        for entry in range(max(self.comm_head.completed, self.head - self._ring) + 1, self.head + 1):
+            stream = self._words[entry % self._ring * _WORDS + _STREAM]
+            by_caller = self.library is not None and self.library.is_host and not stream  # done when it returned
+            if not (by_caller and self.has_returned(entry)):
+                self.failed(entry, error)
+                self._slots[entry % self._ring * _BYTES + layout.FLAGS_AT] |= layout.GAVE_UP
 
     def unnumbered(self, entry: int) -> None:
         """The call, so far the only one, counts as none after all."""

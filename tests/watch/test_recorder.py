@@ -6,10 +6,12 @@ import os
 import random
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from forks import Forks
 
+from pynccl import NcclTimeout
 from pynccl.watch import layout, recorder
 from pynccl.watch.reader import BadRecord, read_file, read_folder
 from pynccl.watch.records import COMPLETED, DEAD, FAILED, INSIDE, ISSUED, CommRecord
@@ -86,6 +88,18 @@ def test_the_last_calls_are_there_in_order_and_numbered(own: recorder.Recorder, 
     assert [(c.number, c.operation) for c in calls] == made[len(made) - len(calls) :]
     assert [c.entry for c in calls] == list(range(count - len(calls) + 1, count + 1))
     assert track.head == count
+
+
+def test_a_rank_that_its_watchdog_ends_has_given_up_what_it_waited_for_and_nothing_else(own: recorder.Recorder) -> None:
+    track = track_of(own)
+    track.library = SimpleNamespace(is_host=True)
+    track.leave(track.enter("all_reduce", ALL_REDUCE))  # the caller's: has run
+    track.leave(track.enter("all_reduce", ALL_REDUCE, 17))  # on a stream
+    track.enter("all_reduce", ALL_REDUCE)
+    track.gave_up(NcclTimeout("rank 1 waited"))
+    first, *others = read(own).calls
+    assert first.state != FAILED and not first.error
+    assert [(call.state, call.gave_up) for call in others] == [(FAILED, True)] * 2
 
 
 def test_the_file_stays_as_large_as_it_was(own: recorder.Recorder) -> None:
