@@ -194,8 +194,9 @@ class PyncclBackend(Collectives):
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout
-        for lane in self._lanes.values():
-            self._limit(lane.comm)
+        for lane in (*self._lanes.values(), *(one.lane for one in self._channels.values())):
+            if lane is not None:
+                self._limit(lane.comm)
 
     _set_default_timeout = set_timeout
 
@@ -211,14 +212,15 @@ class PyncclBackend(Collectives):
         channels, lanes = list(self._channels.values()), list(self._lanes.values())
         self._channels.clear()
         self._lanes.clear()
+        clock = Clock(min(_SHUTDOWN_SECONDS, self._timeout.total_seconds()))
         for channel in channels:
             channel.begin_close()
         for lane in lanes:
-            lane.comm.timeout = min(_SHUTDOWN_SECONDS, self._timeout.total_seconds())
+            lane.comm.timeout = max(clock.left(), 0.0)
             with contextlib.suppress(NcclError):
                 lane.comm.destroy()
         for channel in channels:
-            channel.end_close(_SHUTDOWN_SECONDS)
+            channel.end_close(max(clock.left(), 0.0))
 
     def abort(self) -> None:
         """End the communicators at once: calls in flight raise, here and on the other ranks."""

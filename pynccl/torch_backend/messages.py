@@ -38,7 +38,7 @@ class Channel:
         self.sends, self.peer = rank == sender, receiver if rank == sender else sender
         self._who = f"rank {sender} to rank {receiver}"
         self._connect, self._check_peer = connect, check
-        self._lane: Lane | None = None
+        self.lane: Lane | None = None
         self._error: BaseException | None = None
         self._early: defaultdict[int, deque[torch.Tensor]] = defaultdict(deque)  # by tag: came before it was asked for
         self._queue, self._closed = host_module().HostStream(), threading.Event()
@@ -66,17 +66,21 @@ class Channel:
         """On this channel's thread."""
         if self._error is not None:
             raise self._error
-        if self._lane is None:
-            self._lane = Lane(self._connected())
+        if self.lane is None:
+            try:
+                self.lane = Lane(self._connected())
+            except BaseException as error:  # the ranks cannot meet there again
+                self._error = error
+                raise
         if before is not None:
-            self._on_cuda(self._lane, work, x, before)
+            self._on_cuda(self.lane, work, x, before)
         elif self.sends:
             data = source(x)
             head = torch.tensor([tag, data.numel() * data.element_size()])
-            self._lane.comm.send(head, 1)
-            self._lane.comm.send(data, 1)
+            self.lane.comm.send(head, 1)
+            self.lane.comm.send(data, 1)
         else:
-            self._receive(self._lane.comm, x, tag)
+            self._receive(self.lane.comm, x, tag)
 
     def _connected(self) -> Communicator:
         begun = Begun(self._connect, "first message")
@@ -87,8 +91,7 @@ class Channel:
         except NcclTimeout as error:
             verb, other = ("send", "recv") if self.sends else ("recv", "send")
             text = f"{verb}: rank {self.peer} never called {other}, so there are no messages from {self._who}"
-            self._error = NcclTimeout(f"{text}\n  {error}")
-            raise self._error from None
+            raise NcclTimeout(f"{text}\n  {error}") from None
 
     def _receive(self, comm: Communicator, x: torch.Tensor, tag: int) -> None:
         copies: list[Any] = []
@@ -134,8 +137,8 @@ class Channel:
 
     def _destroy(self) -> None:
         with contextlib.suppress(NcclError):
-            if self._lane is not None:
-                self._lane.comm.destroy()
+            if self.lane is not None:
+                self.lane.comm.destroy()
         self._closed.set()
 
     def end_close(self, seconds: float) -> None:
@@ -144,5 +147,5 @@ class Channel:
             self.abort()
 
     def abort(self) -> None:
-        if self._lane is not None:
-            self._lane.comm.abort()
+        if self.lane is not None:
+            self.lane.comm.abort()
