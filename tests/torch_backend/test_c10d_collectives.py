@@ -3,7 +3,7 @@ beside gloo where that is right."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from process_groups import group_over
-from ranks import HOST, Place, RankPool, each_size
+from ranks import Place, RankPool, each_size
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.int64)
 REDUCED = (*FLOATS, *INTEGERS, torch.bool)
 MOVED = (*REDUCED, torch.int16, torch.complex64)
 SHAPES = ((3, 2), (), (0,), (257,))
-
-
-@pytest.fixture(scope="module")
-def processes() -> Iterator[RankPool]:
-    pool = RankPool(HOST, communicators=False)
-    yield pool
-    pool.close()
 
 
 def given(rank: int, shape: Sequence[int], dtype: torch.dtype, many: int = 1) -> torch.Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as functional
 from process_groups import group_over
-from ranks import HOST, TORCHRUN, Place, RankPool
+from ranks import TORCHRUN, Place, RankPool
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook import hook_with_zero_step
@@ -31,13 +31,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 Seen = list[torch.Tensor]
 KEPT: list[Any] = []  # gloo's groups: where a callback in one of its threads is the last to hold one, the process ends
 SMALL = {"bucket_cap_mb": 0.0002}  # each layer has one or two buckets of its own
-
-
-@pytest.fixture(scope="module")
-def processes() -> Iterator[RankPool]:
-    pool = RankPool(HOST, communicators=False)
-    yield pool
-    pool.close()
 
 
 def layers(*more: nn.Module) -> nn.Sequential:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from process_groups import group_over
-from ranks import HOST, Place, RankPool
+from ranks import Place, RankPool
 from small_transformers import WORDS, llama
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -37,13 +36,6 @@ pytest.importorskip("transformers")
 ROWS, SEQUENCE, STEPS = 4, 8, 4  # rows of all ranks together
 NEAR = {"rtol": 1e-4, "atol": 1e-5}
 Losses = list[tuple[float, float]]
-
-
-@pytest.fixture(scope="module")
-def processes() -> Iterator[RankPool]:
-    pool = RankPool(HOST, communicators=False)
-    yield pool
-    pool.close()
 
 
 def whole_model() -> Any:

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from process_groups import group_over
-from ranks import HOST, Place, RankPool
+from ranks import Place, RankPool
 
 from pynccl import NcclInvalidUsage
 from pynccl.torch_backend.c10d import IS_BACKEND
-
-
-@pytest.fixture(scope="module")
-def processes() -> Iterator[RankPool]:
-    pool = RankPool(HOST, communicators=False)
-    yield pool
-    pool.close()
 
 
 def in_any_order(place: Place, path: str, seed: int) -> None:

@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
 from process_groups import group_over
-from ranks import HOST, Place, RankPool
+from ranks import Place, RankPool
 
 import pynccl
 from pynccl.torch_backend import PyncclBackend
 from pynccl.torch_backend.c10d import IS_BACKEND, backend_of
-
-
-@pytest.fixture(scope="module")
-def processes() -> Iterator[RankPool]:
-    pool = RankPool(HOST, communicators=False)
-    yield pool
-    pool.close()
 
 
 def test_the_installed_package_registers_it_for_torch_2_14() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as fc
 from process_groups import group_over, numbers
-from ranks import HOST, Place, RankPool
+from ranks import Place, RankPool
 from small_transformers import SEQUENCE, TOLERANCE, batch, compare, llama
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -33,13 +32,6 @@ from pynccl import Communicator
 
 EXACT = TOLERANCE[torch.float64]
 EACH = (Shard(0), Shard(1), Replicate())
-
-
-@pytest.fixture(scope="module")
-def processes() -> Iterator[RankPool]:
-    pool = RankPool(HOST, communicators=False)
-    yield pool
-    pool.close()
 
 
 def full(x: Any) -> torch.Tensor:

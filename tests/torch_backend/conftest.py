@@ -1,0 +1,15 @@
+"""Ranks that make process groups of torch.distributed themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from ranks import HOST, RankPool
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[RankPool]:
+    pool = RankPool(HOST, communicators=False)
+    yield pool
+    pool.close()
