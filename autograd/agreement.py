@@ -91,7 +91,7 @@ def _unpacked(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
-def raise_alike(comm: Communicator | None, problem: Exception | None) -> None:
+def raise_on_all_ranks(comm: Communicator | None, problem: Exception | None) -> None:
     """Raise this rank's problem; where only others have one, a RuntimeError that says theirs. Every rank must come."""
     if comm is not None and comm.size > 1:
         failed = [rank for rank, (wrong,) in enumerate(gathered(comm, [problem is not None])) if wrong]
@@ -111,21 +111,21 @@ def caught(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return None, error
 
 
-def alike(comm: Communicator | None, function: Callable[[], T]) -> T:
-    """What `function` returns; if it raises on some rank, all raise, as of `raise_alike`. Every rank must call it."""
+def run_on_all_ranks(comm: Communicator | None, function: Callable[[], T]) -> T:
+    """Return `function()`. If it raises on one rank, all ranks raise. Every rank must call this."""
     found, problem = caught(function)
-    raise_alike(comm, problem)
+    raise_on_all_ranks(comm, problem)
     return cast(T, found)
 
 
-def checked_alike(comm: Communicator, options: Callable[[], str], check: Callable[[], T]) -> T:
+def checked_on_all_ranks(comm: Communicator, options: Callable[[], str], check: Callable[[], T]) -> T:
     """The result of `check`, which raises ValueError or TypeError for wrong arguments of this rank.
 
     With PYNCCL_CHECK=1 every rank raises if one does, and NcclInvalidUsage if `options`, in which all ranks have to be
     equal, differ. For calls of sends and receives, which pynccl itself does not compare; every rank must come here."""
     if comm.size == 1 or not comm.checking or is_tracing():
         return check()
-    found = alike(comm, check)
+    found = run_on_all_ranks(comm, check)
     text = options()
     if len(text) > 350:  # so that it fits into a record of the check; what differs still does
         text = f"{text[:320]}... ({zlib.crc32(text.encode()):08x})"

@@ -26,8 +26,8 @@ from torch.autograd import Function
 
 from pynccl import Communicator, NcclInvalidUsage
 from pynccl.comm.groups import recorder
+from pynccl.watch.caller_notes import calls_noted_as
 from pynccl.watch.frames import call_site
-from pynccl.watch.notes import noting
 
 from .arguments import check_comm, check_memory
 from .checks import compare_backward, number_call
@@ -126,7 +126,7 @@ class Collective(Function):
         if cls.communicates:
             refuse_group(cls.name)
         if comm.recorded:
-            with noting(cls.forward_name):
+            with calls_noted_as(cls.forward_name):
                 launch(None)
         else:
             launch(None)
@@ -152,7 +152,7 @@ class Collective(Function):
     def in_backward(cls, ctx: Any) -> contextlib.AbstractContextManager[None]:
         """What runs within is in the flight recorder as the backward pass of this call."""
         if ctx.site and not torch.compiler.is_compiling():
-            return noting(cls.backward_name, ctx.site)
+            return calls_noted_as(cls.backward_name, ctx.site)
         return contextlib.nullcontext()
 
     @classmethod

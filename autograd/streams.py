@@ -20,7 +20,7 @@ from torch import Tensor
 import pynccl
 from pynccl import Communicator
 from pynccl.bindings.values import shown
-from pynccl.comm.observing import waiting
+from pynccl.comm.observers import waiting
 from pynccl.interop.streams import Handle, stream_handle
 
 HIGH = -1  # the priority of communication

@@ -100,7 +100,7 @@ def recv_buffer(like: Tensor, shape: Sequence[int], dim: int = 0, dtype: Dtype =
     if dtype is not None and dtype is not like.dtype:
         return _converting(like, shape, dim, dtype)
     out = like.new_empty(tuple(shape))
-    if leads(shape, dim):
+    if slices_are_contiguous(shape, dim):
         return RecvBuffer(_bits(out), lambda: out)
     front = like.new_empty((shape[dim], *shape[:dim], *shape[dim + 1 :]))
 
@@ -111,7 +111,7 @@ def recv_buffer(like: Tensor, shape: Sequence[int], dim: int = 0, dtype: Dtype =
     return RecvBuffer(_bits(front), result)
 
 
-def leads(shape: Sequence[int], dim: int) -> bool:
+def slices_are_contiguous(shape: Sequence[int], dim: int) -> bool:
     """Whether slices along `dim` lie one after the other in contiguous memory."""
     return all(type(size) is int and size == 1 for size in shape[:dim])  # what is symbolic is not asked
 

@@ -25,8 +25,8 @@ from torch.autograd import Function
 
 from pynccl import Communicator
 from pynccl.bindings.values import attribute, shown
+from pynccl.watch.caller_notes import calls_noted_as
 from pynccl.watch.frames import call_site
-from pynccl.watch.notes import noting
 
 from .checks import compare_backward, number_call
 from .collective import Call, Collective, refuse_group, require_grad, run, sees_operators
@@ -212,6 +212,6 @@ class Waited(Function):
             replicated = pending.function.is_replicated(pending.params)
             compare_backward(pending.comm, pending.call, g if replicated else None)
         call = pending.function.adjoint(g, pending.comm, pending.shape, *pending.params)
-        with noting(pending.function.backward_name, pending.site):
+        with calls_noted_as(pending.function.backward_name, pending.site):
             adjoint = pending.adjoint = _start(pending.comm, call)
         return g.new_zeros(()) if adjoint._pending is None else adjoint._token, None

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from pynccl import Communicator, progress
 from pynccl.bindings.values import instance, shown
 
-from ..agreement import alike, caught, raise_alike
+from ..agreement import caught, raise_on_all_ranks, run_on_all_ranks
 from ..arguments import check_comm
 from .checkpoint_files import Path_, Saving, Source, check_types, source_of
 from .dtensors import cut_like, full_tensor, local_part
@@ -110,7 +110,7 @@ def full_state_dict(model: nn.Module, comm: Communicator | None = None, rank0_on
     """
     comm = comm_of("full_state_dict", model, comm)
     entries, others = entries_of(model)
-    alike(comm, lambda: check_values("full_state_dict", entries))
+    run_on_all_ranks(comm, lambda: check_values("full_state_dict", entries))
     keep = not rank0_only or is_first(comm)
     wholes: dict[str, Any] = dict(others)
     for entry in progress.over(entries, "gathering", "tensor", own=is_first(comm)):
@@ -143,8 +143,8 @@ def save_full_state_dict(
     operation = "save_full_state_dict"
     comm = comm_of(operation, model, comm)
     entries, others = entries_of(model)
-    alike(comm, lambda: _check_save(operation, path, entries, others, max_shard_bytes))
-    saving = alike(comm, lambda: Saving(operation, Path(path), max_shard_bytes) if is_first(comm) else None)
+    run_on_all_ranks(comm, lambda: _check_save(operation, path, entries, others, max_shard_bytes))
+    saving = run_on_all_ranks(comm, lambda: Saving(operation, Path(path), max_shard_bytes) if is_first(comm) else None)
     problem: Exception | None = None
     try:
         for entry in progress.over(entries, "saving", "tensor", own=is_first(comm)):
@@ -152,8 +152,8 @@ def save_full_state_dict(
                 _, problem = caught(partial(_add, saving, entry))
             else:  # every rank takes part in every gather, also after rank 0 has failed
                 entry.gather()
-        raise_alike(comm, problem)
-        alike(comm, lambda: None if saving is None else saving.finish())
+        raise_on_all_ranks(comm, problem)
+        run_on_all_ranks(comm, lambda: None if saving is None else saving.finish())
     finally:
         if saving is not None:
             saving.close()
@@ -216,14 +216,14 @@ def load_full_state_dict(
     missing += [name for name in extra if name not in source.others]
     known = {*extra, *(name for entry in entries for name in entry.names)}
     found = IncompatibleKeys(missing, [name for name in (*source.shapes, *source.others) if name not in known])
-    alike(comm, lambda: _check_load(model, source, entries, found if strict else None))
+    run_on_all_ranks(comm, lambda: _check_load(model, source, entries, found if strict else None))
     problem: Exception | None = None
     pairs = list(zip(entries, names, strict=True))
     for entry, name in progress.over(pairs, "loading", "tensor", own=is_first(comm)):
         if name is not None:
             _, wrong = caught(partial(_load, model, entry, source, name, device, comm))
             problem = problem or wrong
-    raise_alike(comm, problem)
+    raise_on_all_ranks(comm, problem)
     for name in extra:
         if name in source.others:
             model.get_submodule(name.rpartition(".")[0]).set_extra_state(source.others[name])

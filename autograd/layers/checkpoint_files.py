@@ -24,7 +24,7 @@ from torch import Tensor
 from pynccl import Communicator
 from pynccl.bindings.values import shown
 
-from ..agreement import alike, broadcast_object, caught, gathered
+from ..agreement import broadcast_object, caught, gathered, run_on_all_ranks
 
 Path_ = str | os.PathLike[str]
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -55,7 +55,7 @@ def _package(operation: str) -> Any:
 def source_of(operation: str, comm: Communicator | None, state: Any) -> Source:
     """Where the tensors come from: a dict, files, or rank 0, which has one of them. What is wrong with `state` on some
     rank raises on all."""
-    source = alike(comm, lambda: None if state is None else _own_source(operation, state))
+    source = run_on_all_ranks(comm, lambda: None if state is None else _own_source(operation, state))
     without = [] if comm is None else [rank for rank, (none,) in enumerate(gathered(comm, [state is None])) if none]
     if comm is not None and comm.size > 1 and without == list(range(1, comm.size)):
         return _source_of_rank_0(comm, source)

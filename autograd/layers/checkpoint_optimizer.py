@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pynccl import Communicator
 from pynccl.bindings.values import instance, shown
 
-from ..agreement import alike, caught, difference, raise_alike
+from ..agreement import caught, difference, raise_on_all_ranks, run_on_all_ranks
 from .checkpoint import Entry, check_values, comm_of, entries_of, is_first
 from .checkpoint_files import Source, source_of
 from .dtensors import cut_like, is_dtensor
@@ -39,8 +39,8 @@ def full_optimizer_state_dict(
     """
     operation = "full_optimizer_state_dict"
     comm = comm_of(operation, model, comm)
-    names = alike(comm, lambda: _names_in(operation, model, optimizer))
-    alike(comm, lambda: _check_state(operation, optimizer, names))
+    names = run_on_all_ranks(comm, lambda: _names_in(operation, model, optimizer))
+    run_on_all_ranks(comm, lambda: _check_state(operation, optimizer, names))
     held = {name: sorted(optimizer.state.get(parameter, {})) for parameter, name in names.items()}
     _check_same_state(operation, comm, held)
     keep = not rank0_only or is_first(comm)
@@ -71,11 +71,11 @@ def load_full_optimizer_state_dict(
     """
     operation = "load_full_optimizer_state_dict"
     comm = comm_of(operation, model, comm)
-    names = alike(comm, lambda: _names_in(operation, model, optimizer))
-    flat = alike(comm, lambda: None if state is None else _flat(operation, state))
+    names = run_on_all_ranks(comm, lambda: _names_in(operation, model, optimizer))
+    flat = run_on_all_ranks(comm, lambda: None if state is None else _flat(operation, state))
     source = source_of(operation, comm, flat)
     groups = source.others.pop("")
-    alike(comm, lambda: _check_given(operation, optimizer, names, groups, source.shapes))
+    run_on_all_ranks(comm, lambda: _check_given(operation, optimizer, names, groups, source.shapes))
     numbers = {name: number for number, name in enumerate(names.values())}
     parameters = {name: parameter for parameter, name in names.items()}
     parts: dict[int, dict[str, Any]] = {}
@@ -88,7 +88,7 @@ def load_full_optimizer_state_dict(
                 value, wrong = caught(partial(_own, source, row, parameters[name]))
             problem = problem or wrong
             parts.setdefault(numbers[name], {})[key] = value
-    raise_alike(comm, problem)
+    raise_on_all_ranks(comm, problem)
     packed = [{**group, "params": [numbers[name] for name in group["params"]]} for group in groups]
     optimizer.load_state_dict({"state": parts, "param_groups": packed})
 

@@ -15,7 +15,7 @@ from torch import nn
 from pynccl import Communicator
 from pynccl.bindings.values import instance, shown
 
-from ..agreement import alike, difference
+from ..agreement import difference, run_on_all_ranks
 from ..arguments import check_comm
 from ..mesh import Mesh
 from ..overlap.config import Overlap
@@ -93,7 +93,7 @@ def parallelize(
     check_comm(NAME, comm, model=model)
     comm.check_alive()
     planned = Planned(model, comm, sequence_parallel, seq_dim, overlap, reduce_dtype, gather_logits)
-    layers, stays = alike(comm, lambda: _checked(planned, plan, init))
+    layers, stays = run_on_all_ranks(comm, lambda: _checked(planned, plan, init))
     _check_alike(planned, init)
     warn_of_silence(planned, stays)
 

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from pynccl import Communicator
 
-from ..agreement import alike, checked_alike, gathered
+from ..agreement import checked_on_all_ranks, gathered, run_on_all_ranks
 from ..arguments import check_call, check_dim, check_divisible, check_own, check_splits, check_total
 from ..collective import Call, Collective, operation
 from ..torch_internals import is_tracing
-from ..wire import Prepared, Splits, counts, leads, recv_buffer, resized, to_wire, units
+from ..wire import Prepared, Splits, counts, recv_buffer, resized, slices_are_contiguous, to_wire, units
 
 
 @operation
@@ -47,7 +47,7 @@ def all_to_all(
     def check() -> tuple[Splits, Splits]:
         return (None, None) if learn else check_exchange(x, comm, split_dim, concat_dim, send_splits, recv_splits)
 
-    splits = checked_alike(comm, options, check)
+    splits = checked_on_all_ranks(comm, options, check)
     if learn:
         splits = learnt_splits(x, comm, split_dim, send_splits, recv_splits)
     return comm, Call(AllToAll, x, (split_dim, concat_dim, *splits))
@@ -75,13 +75,13 @@ class AllToAll(Collective):
     ) -> Prepared:
         n = comm.size
         sizes = [x.shape[split_dim] // n] * n if send_splits is None else list(send_splits)
-        parts = [x] if leads(x.shape, split_dim) else x.split(sizes, split_dim)
+        parts = [x] if slices_are_contiguous(x.shape, split_dim) else x.split(sizes, split_dim)
         send = to_wire(x) if len(parts) == 1 else torch.cat([to_wire(part).reshape(-1) for part in parts])
         part = resized(x, split_dim, sizes[comm.rank])
         rows = [part[concat_dim]] * n if recv_splits is None else list(recv_splits)
         shapes = [(*part[:concat_dim], size, *part[concat_dim + 1 :]) for size in rows]
         elements = [torch.Size(shape).numel() for shape in shapes]
-        in_order = leads(part, concat_dim)
+        in_order = slices_are_contiguous(part, concat_dim)
         whole = (*part[:concat_dim], sum(rows), *part[concat_dim + 1 :])
         recv, result = recv_buffer(x, whole if in_order else (sum(elements),))
 
@@ -136,9 +136,9 @@ def learnt_splits(
         check_total("all_to_all", x, dim, given, "send_splits")
         return given
 
-    given = alike(comm, checked)
+    given = run_on_all_ranks(comm, checked)
     told = tuple(row[comm.rank] for row in gathered(comm, given))
     if send_splits is not None:
         return given, told
-    alike(comm, lambda: check_total("all_to_all", x, dim, told, "what the other ranks expect of it,"))
+    run_on_all_ranks(comm, lambda: check_total("all_to_all", x, dim, told, "what the other ranks expect of it,"))
     return told, given

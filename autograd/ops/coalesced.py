@@ -16,7 +16,7 @@ from torch.autograd import Function
 
 import pynccl
 from pynccl import Communicator
-from pynccl.watch.notes import noting
+from pynccl.watch.caller_notes import calls_noted_as
 
 from ..collective import (
     Call,
@@ -113,7 +113,7 @@ class Coalesced(Function):
             )
             if wanted
         ]
-        with noting("Coalesced.backward", ctx.site):
+        with calls_noted_as("Coalesced.backward", ctx.site):
             gradients = iter(run_together(plan.comm, calls))
         return None, *(next(gradients) if wanted else None for wanted in differentiable)
 

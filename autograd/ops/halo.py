@@ -12,7 +12,7 @@ import pynccl
 from pynccl import Communicator
 from pynccl.bindings.values import attribute, shown
 
-from ..agreement import checked_alike
+from ..agreement import checked_on_all_ranks
 from ..arguments import as_int, check_call, check_dim
 from ..collective import Call, Collective, operation
 from ..wire import Prepared, RecvBuffer, Splits, added, own, recv_buffer, recv_from, send_to, to_wire
@@ -32,7 +32,7 @@ def halo_exchange(x: Tensor, comm: Communicator, dim: int, halo: Halo) -> Any:
     """
     check_call("halo_exchange", x, comm)
     dim = check_dim("halo_exchange", x, dim)
-    widths = checked_alike(
+    widths = checked_on_all_ranks(
         comm, lambda: f"halo_exchange along {dim}, halo={halo}", lambda: check_halo(x, dim, halo, comm)
     )
     return comm, Call(HaloExchange, x, (dim, *widths))

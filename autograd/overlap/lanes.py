@@ -18,7 +18,7 @@ from torch import Tensor
 
 import pynccl
 from pynccl import CollConfig, Communicator
-from pynccl.comm.observing import observers, waiting
+from pynccl.comm.observers import observers, waiting
 from pynccl.interop.streams import Handle
 
 from ..streams import HIGH, Kept, is_capturing, side_stream

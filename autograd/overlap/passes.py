@@ -17,8 +17,8 @@ from torch import Tensor
 
 from pynccl import Communicator
 from pynccl.bindings.values import attribute, shown
-from pynccl.comm.observing import observers
-from pynccl.watch.notes import noting
+from pynccl.comm.observers import observers
+from pynccl.watch.caller_notes import calls_noted_as
 
 from ..arguments import check_reduce_dtype
 from ..collective import enter_backward, remember as remember_call, require_grad
@@ -193,7 +193,7 @@ def backward_of(
     on_lanes    None: nothing of it is to be hidden
     replicated  what has to be equal on all ranks"""
     call: MatmulCall = ctx.of
-    with noting(f"{type(ctx).__name__.removesuffix('Backward')}.backward", ctx.site):
+    with calls_noted_as(f"{type(ctx).__name__.removesuffix('Backward')}.backward", ctx.site):
         enter_backward(ctx, call.comm, [] if replicated is None else [replicated])
         if on_lanes is None or call.backward is None or torch.is_grad_enabled() or not is_plain(*tensors):
             return composed()

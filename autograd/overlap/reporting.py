@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from pynccl.bindings.values import attribute
-from pynccl.comm.observing import observing
+from pynccl.comm.observers import observing
 
 from .config import as_config
 from .trace import Operation, Trace

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from pynccl import Communicator, NcclInvalidUsage
 from pynccl.bindings.values import shown
-from pynccl.comm.observing import observers
+from pynccl.comm.observers import observers
 
 from ..agreement import gathered
 from ..recompute import as_in_first_pass

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from pynccl.comm.observing import Observer, observing
+from pynccl.comm.observers import Observer, observing
 
 from .lanes import Lane, Lanes, Point, seconds_between
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pynccl import Communicator
 from pynccl.bindings.values import instance, shown
 
-from ..agreement import alike, difference, gathered
+from ..agreement import difference, gathered, run_on_all_ranks
 from ..arguments import as_int, check_comm
 from ..layers.gradients import finish_gradients
 from ..layers.shards import shard_of
@@ -61,8 +61,8 @@ def check_model(
     explanation is possible where gradients are equal by chance, as those of a batch of identical samples are.
     """
     check_comm("check_model", comm, model=model, reference=reference, batch=batch)
-    alike(comm, lambda: _check_arguments(model, reference, loss, batch_dim, finish, tolerance))
-    pairs = alike(comm, lambda: _pairs(model, reference))
+    run_on_all_ranks(comm, lambda: _check_arguments(model, reference, loss, batch_dim, finish, tolerance))
+    pairs = run_on_all_ranks(comm, lambda: _pairs(model, reference))
     _check_start(comm, pairs)
     whole = batch if batch_dim is None else _whole(comm, batch, batch_dim)
     kept = [(parameter, parameter.grad) for each in (model, reference) for parameter in each.parameters()]
@@ -178,7 +178,7 @@ def _whole(comm: Communicator, batch: Any, dim: int) -> Any:
     """All ranks' parts of the batch in one."""
     items = list(batch.values()) if isinstance(batch, Mapping) else batch
     tensors = [x for x in (items if isinstance(items, tuple | list) else [items]) if isinstance(x, Tensor)]
-    alike(comm, lambda: _check_batch(tensors, dim))
+    run_on_all_ranks(comm, lambda: _check_batch(tensors, dim))
 
     def joined(x: Any) -> Any:
         if not isinstance(x, Tensor):
@@ -210,7 +210,7 @@ def _step(comm: Communicator, model: nn.Module, batch: Any, loss: Loss | None) -
             )
         return value
 
-    value: Tensor = alike(comm, check)
+    value: Tensor = run_on_all_ranks(comm, check)
     if value.requires_grad:
         value.sum().backward()
     return [one for (one,) in gathered(comm, [float(value.detach())], torch.float64)]

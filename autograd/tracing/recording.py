@@ -27,11 +27,11 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from pynccl import Communicator
 from pynccl.bindings.abi import ITEMSIZE, DataType, RedOp
 from pynccl.bindings.library import host_module
-from pynccl.comm.observing import Observed, Observer, Seldom, Told
+from pynccl.comm.observers import ControlCall, Observed, Observer, OnEnd
 from pynccl.interop.streams import Handle
+from pynccl.watch.caller_notes import notes
 from pynccl.watch.frames import call_site
 from pynccl.watch.layout import ARGUMENTS, UNNUMBERED
-from pynccl.watch.notes import notes
 
 from ..streams import is_capturing
 from ..torch_internals import backward_pass, hooking_all_modules, profiler_enabled
@@ -171,7 +171,7 @@ class Recording(Observer):
 
     # Calls
 
-    def launching(self, calls: Sequence[Observed]) -> Told:
+    def launching(self, calls: Sequence[Observed]) -> OnEnd:
         """See Observer. Calls of one communicator that are launched together on one stream are one slice."""
         together: dict[tuple[int, int], list[Observed]] = {}
         for call in calls:
@@ -228,7 +228,7 @@ class Recording(Observer):
         self._count[counter] += 1
         return self._count[counter]
 
-    def waiting(self) -> Told | None:
+    def waiting(self) -> OnEnd | None:
         """See Observer. On a GPU it is the stream that waits: see merge.py."""
         if self.device.type == "cuda":
             return None
@@ -330,7 +330,7 @@ def _operation(calls: Sequence[Observed], function: str) -> str:
 
 def _stream_of(call: Observed) -> int:
     """On a GPU, calls that launch nothing (barrier, split, ...) are the CPU's work."""
-    return HOST if isinstance(call, Seldom) and not call.comm.library.is_host else call.stream
+    return HOST if isinstance(call, ControlCall) and not call.comm.library.is_host else call.stream
 
 
 def _mark(comm: Communicator, stream: int, marks: dict[int, Any]) -> Any:

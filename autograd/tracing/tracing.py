@@ -19,9 +19,9 @@ from pynccl import Communicator, NcclTimeout, chrome_trace as chrome
 from pynccl.bindings.resource import Shared
 from pynccl.bindings.values import instance, shown
 from pynccl.bindings.workers import Clock, Wait
-from pynccl.comm.observing import observing
+from pynccl.comm.observers import observing
 
-from ..agreement import gathered, raise_alike
+from ..agreement import gathered, raise_on_all_ranks
 from ..arguments import check_comm
 from ..torch_internals import profiler_enabled
 from . import merge
@@ -112,7 +112,7 @@ class Tracing(Shared):
         except (OSError, RuntimeError) as error:
             problem = error
         try:
-            raise_alike(comm, problem)
+            raise_on_all_ranks(comm, problem)
             if comm is not None and comm.size > 1:
                 self._gathering = Gathering(comm)
                 comm.barrier()

@@ -30,7 +30,7 @@ from ..watch.frames import call_site
 from ..watch.recorder import started
 from ..watch.track import Identity, Track, new_track, uid_of
 from .deadline import wait_nonblocking
-from .observing import Seldom, observed, observers
+from .observers import ControlCall, observed, observers
 from .scratch import Scratch
 
 DEFAULT_TIMEOUT = 60.0  # seconds that an init or an end waits for the other ranks
@@ -247,7 +247,7 @@ class Comm(Shared):
     def _told_of(
         self, operation: str, weight: int, recorded: contextlib.AbstractContextManager[None]
     ) -> Iterator[None]:
-        with observed([Seldom(self, operation, weight)]), recorded:
+        with observed([ControlCall(self, operation, weight)]), recorded:
             yield
 
     def _child(self, config: CommConfig | None, operation: str, part: Any) -> Identity | None:

@@ -90,7 +90,7 @@ def call_text(operation: str, inputs: tuple[int, ...]) -> str:
     return f"{operation}({', '.join(words)})"
 
 
-def to_be_told(calls: Sequence[Call]) -> Callable[[], None]:
+def after_launch(calls: Sequence[Call]) -> Callable[[], None]:
     """What each launch of the calls ends in: autograd hears what was written to, the streams what they must keep."""
     received = {id(call.recv): call.recv for call in calls if call.recv is not None}.values()
     written = tuple(x for x in received if adapter(x) is TORCH)  # one count for all; what others receive nobody counts

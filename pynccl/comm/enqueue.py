@@ -13,7 +13,7 @@ from ..watch.frames import user_site
 from .base import Comm
 from .call import Call, issue
 from .groups import enqueue_calls, records
-from .observing import observers
+from .observers import observers
 from .redop import PreMulSum
 
 

@@ -16,9 +16,9 @@ from typing import Any
 from ..bindings.abi import Result
 from ..watch.track import Track
 from .base import Comm, check_group_result, locked
-from .call import Call, issue, to_be_told
+from .call import Call, after_launch, issue
 from .consistency import compare
-from .observing import observed
+from .observers import observed
 from .redop import free_unused
 
 
@@ -112,7 +112,7 @@ def enqueue_calls(calls: list[Call]) -> None:
         with call.comm.lock, observed(calls):
             said = (call.inputs, call.stream, call.compared, call.site, call.flags)
             issue(call.comm, call.operation, call.function, call.args, *said)
-        to_be_told(calls)()
+        after_launch(calls)()
 
 
 def launch(calls: list[Call]) -> None:
@@ -128,7 +128,7 @@ def launch(calls: list[Call]) -> None:
         with observed(calls):
             prepared = [(call.function, call.args) for call in calls]
             replay(calls, comms, prepared, comms[0].library.ncclGroupEnd, partial(enter, calls))
-    to_be_told(calls)()
+    after_launch(calls)()
 
 
 def enter(calls: Sequence[Call]) -> None:

@@ -24,9 +24,9 @@ from ..watch.frames import user_site
 from ..watch.track import Track
 from . import collectives, collectives_v, rma
 from .base import Comm, locked
-from .call import Call, issue, to_be_told
+from .call import Call, after_launch, issue
 from .groups import enqueue_calls, recording, records, replay
-from .observing import observers
+from .observers import observers
 from .redop import free_unused
 
 Prepared = tuple[Callable[..., int], tuple[Any, ...]]  # C function without argtypes, its arguments as finished C values
@@ -48,7 +48,7 @@ class Plan(Protocol):
 
 
 def _plan_one(call: Call) -> Plan:
-    comm, checks, tell, (function, args) = call.comm, call.comm.checking, to_be_told([call]), _prepare(call)
+    comm, checks, tell, (function, args) = call.comm, call.comm.checking, after_launch([call]), _prepare(call)
 
     def plan(stream: Any = None) -> None:
         site = user_site() if comm.recorded else ""
@@ -64,7 +64,7 @@ def _plan_one(call: Call) -> Plan:
 def _plan_group(calls: tuple[Call, ...], prepared: tuple[Prepared, ...]) -> Plan:
     comms = list({id(call.comm): call.comm for call in calls}.values())
     checks, end = any(comm.checking for comm in comms), comms[0].library.ncclGroupEnd
-    tell = to_be_told(calls)
+    tell = after_launch(calls)
     rows = [_row(track, [call for call in calls if call.comm is comm]) for comm in comms if (track := comm._track)]
 
     def enter(site: str) -> None:

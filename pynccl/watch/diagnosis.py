@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from . import folder, reader
-from .across import Exchange, identity
+from .cross_node import Exchange, identity
 from .records import DEAD, FAILED, RUNNING, ProcessRecord
 from .track import Track
 

@@ -1,7 +1,7 @@
-"""What the flight recorder of a process says, as values: processes, their communicators, the calls of those.
+"""The contents of a process's flight recorder as dataclasses: processes, communicators, calls.
 
-Read from its file by reader.py, carried as JSON between machines by across.py, judged by verdict.py. Times are seconds
-since the epoch by the clock of the process's machine; 0.0 where a time is not known.
+reader.py reads them from the ring file, cross_node.py sends them to other machines as JSON, verdict.py analyzes them.
+Times are seconds since the epoch, by the clock of the process's machine; 0.0 means unknown.
 """
 
 from __future__ import annotations

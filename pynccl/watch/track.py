@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 from ..interop import streams
 from . import layout
+from .caller_notes import notes
 from .frames import user_site
-from .notes import notes
 from .recorder import Recorder, now, recorder, started
 
 get_ident = threading.get_ident

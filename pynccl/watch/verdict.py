@@ -13,12 +13,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .disagree import disagreements
+from .dead_ranks import ending, gone
 from .formatting import called, ranks_text, seconds
-from .gone import ending, gone
 from .job import SHOWN, Job, Member, names_of
+from .mismatches import disagreements
 from .records import DEAD, FAILED, ProcessRecord
-from .waits import NO_RECORD, Finding, Meeting, Step, Waits, Weight
+from .wait_graph import NO_RECORD, Finding, Meeting, Step, Waits, Weight
 
 NOTHING_WRONG = ("running", "finished", "empty")
 _HUNG_BEFORE = 5.0  # seconds that ranks had waited when all processes were killed, for the wait to be the reason

@@ -22,7 +22,7 @@ from .records import ProcessRecord
 from .track import Track
 
 if TYPE_CHECKING:  # with one machine it is not needed
-    from .across import Exchange
+    from .cross_node import Exchange
 
 _JOIN_SECONDS = 0.5
 ANSWER_SECONDS = 1.0  # for CUDA, which takes microseconds

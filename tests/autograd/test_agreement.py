@@ -12,7 +12,7 @@ import torch
 from ranks import RankPool
 
 from pynccl import Communicator
-from pynccl_autograd.agreement import broadcast_object, raise_alike
+from pynccl_autograd.agreement import broadcast_object, raise_on_all_ranks
 
 VALUES: list[Any] = [
     *(None, True, 1 << 70, float("inf"), "text, \0 and \u20ac", (), torch.bfloat16),
@@ -43,7 +43,7 @@ def told(comm: Communicator, path: str) -> str:
             patch.setattr("torch.save", lambda value, file: file.write(dumped))
             patch.setattr("torch.load", lambda *_, **__: None)
         try:
-            raise_alike(comm, ValueError("mine") if comm.rank == 0 else None)
+            raise_on_all_ranks(comm, ValueError("mine") if comm.rank == 0 else None)
         except (ValueError, RuntimeError, pickle.UnpicklingError) as error:
             return type(error).__name__
     return ""

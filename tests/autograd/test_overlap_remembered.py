@@ -15,7 +15,7 @@ from tried import FUNCTIONS, MOST_CALLS, PATTERNS, Took, Ways, calling, settled,
 
 import pynccl_autograd as ad
 from pynccl import Communicator
-from pynccl.comm.observing import observing
+from pynccl.comm.observers import observing
 from pynccl_autograd.overlap import routes
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import pynccl_autograd as ad
 from pynccl import Communicator
-from pynccl.comm.observing import Observer, observing
+from pynccl.comm.observers import Observer, observing
 from pynccl_autograd import OverlapConfig
 from pynccl_autograd.overlap.lanes import Lane, Lanes, Point
 

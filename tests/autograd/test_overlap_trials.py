@@ -26,7 +26,7 @@ from tried import (
 
 import pynccl_autograd as ad
 from pynccl import Communicator
-from pynccl.comm.observing import observing
+from pynccl.comm.observers import observing
 from pynccl_autograd import OverlapConfig
 from pynccl_autograd.overlap import routes
 from pynccl_autograd.overlap.trials import TOO_FEW, Decision

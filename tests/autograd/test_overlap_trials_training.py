@@ -15,7 +15,7 @@ from tried import IN, OUT, ROWS, Ways, settled, tried_small
 
 import pynccl_autograd as ad
 from pynccl import Communicator
-from pynccl.comm.observing import observing
+from pynccl.comm.observers import observing
 from pynccl_autograd.overlap.routes import MOST_SHAPES
 
 STEPS = 28  # the trials of 20 and 24 calls, the decisions, and some after them

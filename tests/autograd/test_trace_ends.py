@@ -18,7 +18,7 @@ from traces import read, slices, steps
 
 import pynccl_autograd as ad
 from pynccl import Communicator, NcclError
-from pynccl.comm import groups, observing
+from pynccl.comm import groups, observers
 from pynccl_autograd.tracing import recording, tracing
 
 
@@ -35,7 +35,7 @@ def raising(comm: Communicator, path: str, who: int) -> tuple[str, str | None, f
         except KeyError as error:
             caught = str(error)
     comm.barrier()  # the communicator has heard nothing of it
-    assert observing.observers == [] and groups.records == []  # nothing is left behind
+    assert observers.observers == [] and groups.records == []  # nothing is left behind
     return caught, None if trace.path is None else trace.path.name, time.monotonic() - began
 
 

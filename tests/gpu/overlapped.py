@@ -12,7 +12,7 @@ from torch import Tensor
 
 import pynccl_autograd as ad
 from pynccl import Communicator
-from pynccl.comm.observing import Observer
+from pynccl.comm.observers import Observer
 from pynccl_autograd.overlap.lanes import Lane
 from pynccl_autograd.streams import side_stream
 

@@ -27,7 +27,7 @@ from gpu.overlapped import (
 from torch import Tensor
 
 from pynccl import Communicator
-from pynccl.comm.observing import observing
+from pynccl.comm.observers import observing
 from pynccl_autograd import OverlapConfig
 from pynccl_autograd.overlap.lanes import seconds_between
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import pynccl
 from pynccl import Communicator
-from pynccl.comm.observing import Observer, observers, observing
+from pynccl.comm.observers import Observer, observers, observing
 from pynccl_autograd.overlap import lanes as lanes_module
 from pynccl_autograd.overlap.lanes import HostLane, Lane, Lanes, Point
 from pynccl_autograd.overlap.slices import Flight

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import pynccl_autograd as ad
 from pynccl import Communicator
-from pynccl.comm.observing import Observer, observing
+from pynccl.comm.observers import Observer, observing
 from pynccl_autograd.overlap import routes as remembered, trials
 
 ROWS = 288  # of the whole: enough for 8 slices, and divisible by 2, 3 and 4 ranks

@@ -21,11 +21,11 @@ ORDER: dict[str, str] = {
         bindings.resource bindings.values bindings.workers bindings.abi bindings.errors bindings.library
         bindings.structs bindings.listing
         interop.dlpack interop.tensors interop.buffers interop.devices interop.keepalive interop.streams
-        watch.layout watch.records watch.settings watch.folder watch.frames watch.notes watch.recorder
-        watch.track watch.reader watch.formatting watch.job watch.waits watch.disagree
-        watch.gone watch.verdict watch.store watch.across watch.diagnosis watch.exit_hooks
+        watch.layout watch.records watch.settings watch.folder watch.frames watch.caller_notes watch.recorder
+        watch.track watch.reader watch.formatting watch.job watch.wait_graph watch.mismatches
+        watch.dead_ranks watch.verdict watch.store watch.cross_node watch.diagnosis watch.exit_hooks
         watch.progress watch.watchdog
-        comm.deadline comm.observing comm.scratch comm.base comm.call comm.consistency comm.redop comm.groups
+        comm.deadline comm.observers comm.scratch comm.base comm.call comm.consistency comm.redop comm.groups
         comm.argcheck comm.enqueue comm.collectives comm.collectives_v comm.memory comm.mempool comm.rma
         comm.plan comm.finalize comm.init comm.communicator comm.simulation
         bootstrap.rendezvous bootstrap.master_store bootstrap.join bootstrap.env bootstrap.mpi

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pynccl_autograd as ad
 from pynccl import Communicator
-from pynccl.comm.observing import Observer, observing
+from pynccl.comm.observers import Observer, observing
 from pynccl_autograd import OverlapConfig
 from pynccl_autograd.overlap import trials
 from pynccl_autograd.overlap.lanes import Lane

@@ -8,7 +8,7 @@ from ..bindings.abi import ELEMENTS
 from .formatting import call_text, called
 from .job import SHOWN, Group
 from .records import CallRecord
-from .waits import Finding, Meeting, Waits, Weight
+from .wait_graph import Finding, Meeting, Waits, Weight
 
 _UNCOMPARED = ("init", "split", "group plan", "barrier", "grow", "shrink")  # by their name alone
 _ITEMSIZE = {element.dtype.name: element.itemsize for element in ELEMENTS}

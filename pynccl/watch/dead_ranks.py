@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from .formatting import ago, at, call_name, called, clean
 from .job import SHOWN, Group, names_of
 from .records import DEAD, FAILED, INSIDE, STOPPED, CallRecord, ProcessRecord
-from .waits import LEFT, Finding, Meeting, Waits, Weight
+from .wait_graph import LEFT, Finding, Meeting, Waits, Weight
 
 _EXCEPTION = re.compile(r"([A-Za-z_][\w.]*)(?:: ?(.*))?$", re.DOTALL)
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from gate import Gate
 from stores import Counted
 
-from pynccl.watch import across
-from pynccl.watch.across import Exchange, trimmed
+from pynccl.watch import cross_node
+from pynccl.watch.cross_node import Exchange, trimmed
 from pynccl.watch.records import DEAD, INSIDE, CallRecord, CommRecord, ProcessRecord, from_json, to_json
 
 SOON = 20.0  # seconds in which all of it is over, however busy the machine
@@ -28,7 +28,7 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is given up because the machine is busy, and answers are looked for often."""
     monkeypatch.setattr("pynccl.watch.store.OPERATION_SECONDS", SOON)
     for name, seconds in (("ANSWER_SECONDS", SOON), ("VERDICT_SECONDS", SOON), ("WAITING_SECONDS", 0.02)):
-        monkeypatch.setattr(across, name, seconds)
+        monkeypatch.setattr(cross_node, name, seconds)
 
 
 @pytest.fixture
@@ -137,11 +137,11 @@ def test_who_does_not_answer_is_judged_without_but_for_what_another_of_its_machi
         processes[1].poll(processes[2].record())
     thread.join()
     assert processes[0].said == "missing 2; heard 0 1 2"
-    monkeypatch.setattr(across, "ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr(cross_node, "ANSWER_SECONDS", 1.0)
     report(processes[:1])
     assert processes[0].said == "missing ; heard 0"
     # Nor is a verdict waited for whose judge has gone.
-    monkeypatch.setattr(across, "VERDICT_SECONDS", 1.0)
+    monkeypatch.setattr(cross_node, "VERDICT_SECONDS", 1.0)
     gone, waits = job(dist.HashStore(), [5, 5])
     assert gone.exchange.ask() == (1, True)
     report([waits])
@@ -161,7 +161,7 @@ def test_of_each_process_the_last_word_about_its_end_is_told_once_and_of_many_th
     for rank in range(10, 200):
         many = Process(server, rank, 5)
         many.exchange.tell_end(many.record("ValueError: 2"))
-    assert 60 < len(one.exchange.ends()) <= across._MOST_ENDS
+    assert 60 < len(one.exchange.ends()) <= cross_node._MOST_ENDS
     assert len(server.get("watch/ends")) < 200_000
 
 

@@ -9,7 +9,7 @@ import threading
 notes: dict[int, tuple[str, str]] = {}
 
 
-class noting:
+class calls_noted_as:
     """A context: calls of this thread are made by this function, "AllReduce.backward", of the forward call at `site`.
 
     Within another one that has a site, that is kept: the adjoint of a collective is a collective too."""

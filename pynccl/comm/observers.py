@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
-Told = Callable[[BaseException | None], None]
+OnEnd = Callable[[BaseException | None], None]
 
 
 class Observed(Protocol):
-    """A `call.Call`, or `Seldom`."""
+    """A `call.Call`, or `ControlCall`."""
 
     @property
     def comm(self) -> Any: ...
@@ -30,7 +30,7 @@ class Observed(Protocol):
     def site(self) -> str: ...
 
 
-class Seldom(NamedTuple):
+class ControlCall(NamedTuple):
     """A call that is not made often: barrier, split, destroy, ...   weight: how many collective calls it counts as"""
 
     comm: Any
@@ -50,13 +50,13 @@ class Observer:
 
     timing = False
 
-    def launching(self, calls: Sequence[Observed]) -> Told | None:
+    def launching(self, calls: Sequence[Observed]) -> OnEnd | None:
         """Calls are about to be made together, by this thread, under the locks of their communicators, so in their
         order. What is returned is told once the C calls have returned, with the error, if there was one: then work on a
         stream may still be under way."""
         return None
 
-    def waiting(self) -> Told | None:
+    def waiting(self) -> OnEnd | None:
         """The caller's stream is about to wait for communication beside it; on the CPU the caller, until what is
         returned is told."""
         return None
@@ -107,7 +107,7 @@ def waiting() -> AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def _around(begin: Callable[[Observer], Told | None]) -> Iterator[None]:
+def _around(begin: Callable[[Observer], OnEnd | None]) -> Iterator[None]:
     """What each observer returns at the begin is called at the end, with the error that was raised."""
     ended = [end for observer in tuple(observers) if (end := begin(observer)) is not None]
     error: BaseException | None = None
