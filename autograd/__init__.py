@@ -1,24 +1,24 @@
-"""Differentiable collectives with exact adjoints, and parallel layers, over pynccl. Imported as `pynccl_autograd`.
+"""Differentiable collectives with exact adjoints, and parallel layers, on pynccl. Import it as `pynccl_autograd`.
 
     import pynccl
     import pynccl_autograd as ad
     comm = pynccl.init()                          # under torchrun
-    y = ad.all_reduce(x, comm, grad="sum")        # x has a gradient: the all-reduce of that of y
+    y = ad.all_reduce(x, comm, grad="sum")        # x.grad is the all-reduce of the gradient of y
 
-help() of any of these says more:
+Contents (see help() of each):
 
 collectives        all_reduce, all_gather, reduce_scatter, broadcast, reduce, gather, scatter, all_to_all, permute,
-                   send_recv, halo_exchange; copy, split (of what is equal on all ranks); PreMul, an operator
-beside other work  start, Work, set_side_stream; anchor keeps a graph whose output a rank does not use
-in a matmul        all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce, copy_matmul; OverlapConfig
+                   send_recv, halo_exchange; copy, split (for replicated tensors); PreMul, an operator
+asynchronous       start, Work, set_side_stream; anchor, for outputs that a rank does not use
+overlapped matmul  all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce, copy_matmul; OverlapConfig
 layers             ColumnParallelLinear, RowParallelLinear, KeyValueLinear, VocabParallelEmbedding, VocabParallelHead,
                    Dropout; vocab_parallel_cross_entropy
-whole models       parallelize, describe, DataParallelGradients, finish_gradients, finish_gradients_in_backward,
-                   FinishedInBackward, clip_grad_norm_, keep_shards; Shard, Mesh
+models             parallelize, describe, DataParallelGradients, finish_gradients, finish_gradients_in_backward,
+                   FinishedInBackward, clip_grad_norm_; Shard, set_shard, keep_shards, Mesh
 checkpoints        full_state_dict, load_full_state_dict, save_full_state_dict, full_optimizer_state_dict,
                    load_full_optimizer_state_dict, dcp_state_dict, dcp_optimizer_state_dict; IncompatibleKeys
 partitions         Partition, CartesianPartition, AllSumReduce, SumReduce, Repartition, zero_volume_tensor
-what runs when     trace, Tracing
+tracing            trace, Tracing
 modules            nn (the collectives as modules), overlap, partition, plans, rng, operators, testing
 autograd.Function  AllReduce, Copy, Extremum, Product, AllGather, ReduceScatter, Split, Broadcast, Reduce, Gather,
                    Scatter, AtRoot, AllToAll, Permute, HaloExchange, HaloReduce, Coalesced; Collective, key_of
@@ -60,6 +60,7 @@ from .layers import (
     load_full_state_dict,
     parallelize,
     save_full_state_dict,
+    set_shard,
     vocab_parallel_cross_entropy,
 )
 from .mesh import Mesh
@@ -167,6 +168,7 @@ __all__ = [
     "save_full_state_dict",
     "scatter",
     "send_recv",
+    "set_shard",
     "set_side_stream",
     "split",
     "start",

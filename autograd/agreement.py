@@ -1,4 +1,4 @@
-"""What the ranks tell each other about the arguments of a call before it, where that is needed or asked for."""
+"""Exchange of arguments and errors between ranks before a call."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ T = TypeVar("T")
 
 
 def gathered(comm: Communicator, row: Sequence[float], dtype: torch.dtype = torch.int64) -> list[list[Any]]:
-    """The row of every rank, equally long on all and of the same type; the CPU waits for them."""
+    """All-gather a row of numbers and return the rows of all ranks. All rows must have the same length and dtype. The
+    CPU waits for the result."""
     with unwrapped():
-        own = torch.tensor(row, device=comm.device, dtype=dtype)
-        rows: list[list[Any]] = comm.all_gather(own, own.new_empty(comm.size, len(row))).tolist()
+        send = torch.tensor(row, device=comm.device, dtype=dtype)
+        rows: list[list[Any]] = comm.all_gather(send, send.new_empty(comm.size, len(row))).tolist()
     return rows
 
 
 class Difference(NamedTuple):
-    """What is not equal on all ranks."""
+    """A value that is not equal on all ranks."""
 
-    rank: int  # the first whose value is not that of rank 0
+    rank: int  # the first rank whose value differs from that of rank 0
     what: str
 
     def __str__(self) -> str:
@@ -37,12 +38,12 @@ class Difference(NamedTuple):
 
 
 def difference(comm: Communicator, values: Mapping[str, Any]) -> Difference | None:
-    """The first of the values that is not equal on all ranks, the same on all ranks; None: they are. Every rank must
-    call it, with the same names.
+    """Return the first value that is not equal on all ranks, or None if all are equal. The result is the same on all
+    ranks. Every rank must call it, with the same names.
 
-    values  name -> an integer, or something whose repr() is equal where it is; texts are compared by their checksum
+    values  name -> an integer, or any object; objects are compared by the checksum of their repr()
     """
-    row = [one if isinstance(one, int) else zlib.crc32(repr(one).encode()) for one in values.values()]
+    row = [value if isinstance(value, int) else zlib.crc32(repr(value).encode()) for value in values.values()]
     rows = gathered(comm, row)
     for at, what in enumerate(values):
         for rank, other in enumerate(rows):
@@ -52,10 +53,12 @@ def difference(comm: Communicator, values: Mapping[str, Any]) -> Difference | No
 
 
 def broadcast_object(comm: Communicator | None, value: Any, root: int = 0) -> Any:
-    """What `root` passes, on every rank; None: this rank is alone.
+    """Return the value that `root` passes, on every rank. comm None: return `value`.
 
-    It travels as torch.load(weights_only=True) reads it, so that nobody has to trust it: numbers, strings, None, lists,
-    tuples, dicts, data types and tensors, which arrive on the CPU. TypeError, on every rank, for anything else."""
+    The value is serialized so that torch.load(weights_only=True) can read it, which executes no code: numbers, strings,
+    None, lists, tuples, dicts, dtypes and tensors. Tensors arrive on the CPU. TypeError on every rank for anything
+    else.
+    """
     if comm is None or comm.size == 1:
         return value
     data, failed = b"", False
@@ -63,22 +66,22 @@ def broadcast_object(comm: Communicator | None, value: Any, root: int = 0) -> An
         try:
             data = _packed(value)
             _unpacked(data)
-        except Exception:  # of what pickle knows, and its readers do not
+        except Exception:  # whatever pickle, or the restricted unpickler, raises
             failed = True
             data = _packed(
-                f"{shown(value)} cannot be told to other ranks; expected numbers, strings, lists, tuples, dicts or "
-                f"tensors (on rank {root})"
+                f"cannot broadcast {shown(value)} from rank {root} to the other ranks; expected numbers, strings, "
+                "lists, tuples, dicts or tensors"
             )
     size, wrong = gathered(comm, [len(data), failed])[root]
-    sent = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(size, dtype=torch.uint8)
-    wire = sent.to(comm.device)
-    comm.broadcast(wire, wire, root)
+    buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(size, dtype=torch.uint8)
+    buffer = buffer.to(comm.device)
+    comm.broadcast(buffer, buffer, root)
     if comm.rank == root and not wrong:
         return value
-    found = _unpacked(bytes(wire.tolist()))
+    received = _unpacked(bytes(buffer.tolist()))
     if wrong:
-        raise TypeError(found)
-    return found
+        raise TypeError(received)
+    return received
 
 
 def _packed(value: Any) -> bytes:
@@ -92,7 +95,10 @@ def _unpacked(data: bytes) -> Any:
 
 
 def raise_on_all_ranks(comm: Communicator | None, problem: Exception | None) -> None:
-    """Raise this rank's problem; where only others have one, a RuntimeError that says theirs. Every rank must come."""
+    """Raise this rank's problem. On a rank without one, raise a RuntimeError that quotes the first failed rank's
+    problem.
+
+    Returns if no rank has a problem. Every rank must call it."""
     if comm is not None and comm.size > 1:
         failed = [rank for rank, (wrong,) in enumerate(gathered(comm, [problem is not None])) if wrong]
         if failed:
@@ -103,8 +109,8 @@ def raise_on_all_ranks(comm: Communicator | None, problem: Exception | None) -> 
         raise problem
 
 
-def caught(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """(what it returns, None), or (None, what it raises)."""
+def try_call(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """Call the function and return (its result, None), or (None, the exception)."""
     try:
         return function(), None
     except Exception as error:
@@ -113,21 +119,21 @@ def caught(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 def run_on_all_ranks(comm: Communicator | None, function: Callable[[], T]) -> T:
     """Return `function()`. If it raises on one rank, all ranks raise. Every rank must call this."""
-    found, problem = caught(function)
+    result, problem = try_call(function)
     raise_on_all_ranks(comm, problem)
-    return cast(T, found)
+    return cast(T, result)
 
 
-def checked_on_all_ranks(comm: Communicator, options: Callable[[], str], check: Callable[[], T]) -> T:
-    """The result of `check`, which raises ValueError or TypeError for wrong arguments of this rank.
+def check_on_all_ranks(comm: Communicator, options: Callable[[], str], check: Callable[[], T]) -> T:
+    """Return `check()`, which raises ValueError or TypeError for wrong arguments of this rank.
 
-    With PYNCCL_CHECK=1 every rank raises if one does, and NcclInvalidUsage if `options`, in which all ranks have to be
-    equal, differ. For calls of sends and receives, which pynccl itself does not compare; every rank must come here."""
+    With PYNCCL_CHECK=1 every rank raises if one does, and NcclInvalidUsage is raised if the ranks' `options` differ.
+    For operations made of sends and receives, which pynccl itself does not compare. Every rank must call it."""
     if comm.size == 1 or not comm.checking or is_tracing():
         return check()
-    found = run_on_all_ranks(comm, check)
+    result = run_on_all_ranks(comm, check)
     text = options()
-    if len(text) > 350:  # so that it fits into a record of the check; what differs still does
+    if len(text) > 350:  # to fit into a record of the check; the checksum keeps different texts different
         text = f"{text[:320]}... ({zlib.crc32(text.encode()):08x})"
     compare_texts({comm: text})
-    return found
+    return result

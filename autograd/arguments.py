@@ -1,9 +1,8 @@
-"""Checks of the arguments of differentiable collectives, before anything is launched.
+"""Argument checks of the differentiable collectives, before anything is launched.
 
-What is wrong here is wrong in the same way on all ranks that run the same program, so all of them raise. A tensor that
-has no plain memory of its own on the communicator's device is refused by the name of its type, with what to pass
-instead. What only has a shape (meta and fake tensors) is let through: it communicates nothing. Checks that one
-collective alone needs stand in its file.
+Ranks that run the same program pass the same wrong arguments, so all of them raise. A tensor without plain memory on
+the communicator's device raises an error with its type and what to pass instead. Meta and fake tensors pass the checks,
+since they communicate nothing. Checks that only one collective needs are in its file.
 """
 
 from __future__ import annotations
@@ -20,22 +19,22 @@ from pynccl import Communicator, RedOp
 from pynccl.bindings.values import attribute, shown
 
 from .torch_internals import dispatch_modes, is_traced, is_zero_tensor, transforms_active
-from .wire import CARRIED, REAL_OF, Splits, is_paired
+from .wire import NCCL_DTYPES, REAL_OF, Splits, is_paired
 
 P = ParamSpec("P")
 R = TypeVar("R")
 Grad = Literal["sum", "replicated"]
 Op = Literal["sum", "avg"] | RedOp
-AnyOp = Literal["sum", "avg", "max", "min", "prod"] | RedOp  # of all_reduce alone
+AnyOp = Literal["sum", "avg", "max", "min", "prod"] | RedOp  # for all_reduce only
 SUM_OPS = ("sum", "avg")
 
 _PLAIN: frozenset[type] = frozenset((Tensor, torch.nn.Parameter))
 _TAKE_LISTS = "ad.all_reduce, ad.all_gather and ad.reduce_scatter take lists, ad.start does not"
-# By the name of a type: what is to be passed instead. Names, since most of these need not be loaded.
+# Name of a type -> what to pass instead. Names, because most of these types need not be imported.
 _INSTEAD = {
-    "DTensor": "x.to_local(), this rank's part",
+    "DTensor": "x.to_local(), this rank's shard",
     "AsyncCollectiveTensor": "x.wait(), its result",
-    "NestedTensor": "x.values(), and give the lengths to all ranks as splits=",
+    "NestedTensor": "x.values(), and the lengths of all ranks as splits=",
     "ndarray": "torch.from_numpy(x)",
     "list": f"its tensors one by one; {_TAKE_LISTS}",
     "tuple": f"its tensors one by one; {_TAKE_LISTS}",
@@ -47,7 +46,7 @@ _NUMBERS = (bool, int, float, complex)
 
 
 def check_call(operation: str, x: Tensor, comm: Communicator) -> None:
-    """That x is a tensor that can travel over comm, and comm a communicator that is alive."""
+    """Check that comm is an alive communicator, and x a tensor that it can communicate."""
     if type(x) not in _PLAIN:
         check_tensor_type(operation, x, comm)
     if type(comm) is not Communicator:
@@ -57,41 +56,41 @@ def check_call(operation: str, x: Tensor, comm: Communicator) -> None:
     if not comm.alive:
         comm.check_alive()
     if x.layout is not torch.strided or x.is_quantized or x.is_nested:
-        _refuse_layout(operation, x)
-    if lost_its_memory(x):
+        _raise_layout_error(operation, x)
+    if storage_was_freed(x):
         raise TypeError(
             f"{operation}: x is a tensor {tuple(x.shape)} whose storage was freed (by resize_(0), as FSDP does); "
-            "pass it while it has its memory"
+            "pass it before that, e.g. while it is unsharded"
         )
     if x.get_device() != comm.ordinal and not x.is_meta and type(x) in _PLAIN:
         raise ValueError(
             f"{operation}: x is on {x.device}, the communicator on {comm.device}; pass x.to({comm.device!r}), or use a "
-            "communicator of x's device"
+            f"communicator on {x.device}"
         )
 
 
-def lost_its_memory(x: Tensor) -> bool:
-    """Whether x has elements, but memory no more: torch reads there all the same, which ends the process."""
+def storage_was_freed(x: Tensor) -> bool:
+    """Return whether x has elements but its storage was freed. Reading such a tensor crashes the process."""
     try:
         if type(x) not in _PLAIN or x.data_ptr() or not x.numel() or x.is_meta or is_zero_tensor(x):
             return False
         tracing = dispatch_modes() or transforms_active()
         return not tracing and not x.untyped_storage().nbytes()
-    except RuntimeError:  # of what stands for a tensor within a transform
+    except RuntimeError:  # raised by the tensor wrappers of torch.func
         return False
 
 
 def check_memory(operation: str, x: Tensor) -> None:
-    """That an x without memory of its own stands for zeros, as tangents and cotangents may."""
+    """Check that x, which has no storage, is a zero tensor, as tangents and cotangents may be."""
     if not is_zero_tensor(x):
         raise NotImplementedError(
-            f"{operation}: the tensor has no memory of its own, as within torch.autograd.grad(is_grads_batched=True) "
-            "and torch.autograd.functional with vectorize=True; use torch.func.vmap, jacrev or hessian"
+            f"{operation}: the tensor has no storage, as in torch.autograd.grad(is_grads_batched=True) and in "
+            "torch.autograd.functional with vectorize=True; use torch.func.vmap, jacrev or hessian instead"
         )
 
 
 def check_tensor_type(operation: str, x: object, comm: object) -> None:
-    """That x is a tensor that owns memory, or a fake one."""
+    """Check that x is a plain tensor with storage, or a fake tensor."""
     kind: Any = type(x)
     if isinstance(x, Communicator):
         check_comm(operation, comm, x=x)
@@ -100,15 +99,15 @@ def check_tensor_type(operation: str, x: object, comm: object) -> None:
         raise TypeError(f"{operation}: x is a {type_name(kind)}, expected a torch.Tensor; pass {instead}")
     if kind.__torch_dispatch__ is Tensor.__torch_dispatch__ or is_traced(x):
         return
-    instead = _INSTEAD.get(kind.__name__, "the plain tensors that it is made of, one by one")
+    instead = _INSTEAD.get(kind.__name__, "the plain tensors that it consists of, one by one")
     raise TypeError(
-        f"{operation}: x is a {type_name(kind)}, which is no plain tensor with memory of its own; pass {instead}"
+        f"{operation}: x is a {type_name(kind)}, expected a plain tensor with its own memory; pass {instead}"
     )
 
 
 def check_comm(operation: str, comm: object, **others: object) -> None:
-    """That comm is a communicator. Where one of `others`, which stand before it, is one, an error says that they are
-    swapped."""
+    """Check that comm is a communicator. If one of `others`, the arguments before it, is one instead, the error says
+    that the two are swapped."""
     if not isinstance(comm, Communicator):
         for name, value in others.items():
             if isinstance(value, Communicator):
@@ -119,31 +118,32 @@ def check_comm(operation: str, comm: object, **others: object) -> None:
         known = next((_INSTEAD[base.__name__] for base in type(comm).__mro__ if base.__name__ in _INSTEAD), None)
         raise TypeError(
             f"{operation}: comm is {shown(comm)}, expected a pynccl.Communicator; pass "
-            + (known or "one, of pynccl.init()")
+            + (known or "one, e.g. from pynccl.init()")
         )
 
 
 def check_reduction(operation: str, x: Tensor, op: object, reduce_dtype: Any) -> torch.dtype | None:
-    """`reduce_dtype` as the type in which NCCL reduces x, None for the tensor's own; TypeError if NCCL has none."""
+    """Return the dtype in which NCCL reduces x, or None for that of x. TypeError if NCCL cannot reduce x."""
     dtype = x.dtype
-    if reduce_dtype is None and dtype in CARRIED:  # nearly always
+    if reduce_dtype is None and dtype in NCCL_DTYPES:  # the common case
         return None
     if dtype is torch.bool:
         if op in ("max", "min"):
             return None
-        ways = ', or op="max" (logical or), op="min" (logical and)' if operation == "all_reduce" else ""
-        raise TypeError(f"{operation}: bool has no {op!r}; pass a number per element, x.to(torch.int32){ways}")
+        logical = ', or op="max" (logical or), op="min" (logical and)' if operation == "all_reduce" else ""
+        raise TypeError(f"{operation}: bool has no {op!r}; pass x.to(torch.int32){logical}")
     if reduce_dtype is not None:
         return check_reduce_dtype(operation, x, reduce_dtype)
-    if dtype in CARRIED or is_paired(dtype):
+    if dtype in NCCL_DTYPES or is_paired(dtype):
         return None
     wide = "torch.float32" if dtype.is_floating_point else "torch.int32"
     remedy = f"pass reduce_dtype={wide}" if dtype.itemsize <= 2 and not x.is_complex() else "convert x"
-    raise TypeError(f"{operation}: NCCL has no reduction of {dtype}, the type of x; {remedy}")
+    raise TypeError(f"{operation}: NCCL cannot reduce {dtype}, the dtype of x; {remedy}")
 
 
 def check_reduce_dtype(operation: str, x: Tensor, reduce_dtype: Any) -> torch.dtype | None:
-    """The type in which sums of tensors like x travel. Of complex x the type of its real part may be meant."""
+    """Return the checked `reduce_dtype`. If x is complex, `reduce_dtype` may be complex or the dtype of the real
+    part."""
     if reduce_dtype is None:
         return None
     if not isinstance(reduce_dtype, torch.dtype):
@@ -151,75 +151,75 @@ def check_reduce_dtype(operation: str, x: Tensor, reduce_dtype: Any) -> torch.dt
     if x.is_complex():
         reduce_dtype = REAL_OF.get(reduce_dtype, reduce_dtype)
     exact = reduce_dtype.is_floating_point or not (x.is_floating_point() or x.is_complex())
-    if reduce_dtype not in CARRIED or not exact:
+    if reduce_dtype not in NCCL_DTYPES or not exact:
         raise TypeError(
             f"{operation}: reduce_dtype is {reduce_dtype} for x of {x.dtype}, expected "
-            + ("a floating-point type" if not exact else "a type that NCCL has")
+            + ("a floating-point dtype" if not exact else "a dtype that NCCL supports")
             + ", e.g. torch.float32"
         )
     return reduce_dtype
 
 
 def check_op(operation: str, op: Any, allowed: tuple[str, ...] = SUM_OPS) -> Any:
-    """The name of the operator."""
+    """Return the name of the operator."""
     if type(op) is str and op in allowed:
         return op
     name = op.name.lower() if isinstance(op, RedOp) else op
     if not isinstance(name, str) or name not in allowed:
         scaled = attribute(op, "code") is not None and "max" in allowed
-        premul = "; of a pre-multiplied sum, ad.PreMul(scale)" if scaled else ""
+        premul = "; for a pre-multiplied sum pass ad.PreMul(scale)" if scaled else ""
         raise ValueError(f"{operation}: op is {shown(op)}, expected {_any_of(allowed)}{premul}")
     return name
 
 
-_WHICH_GRAD = (
-    "expected 'sum' (each rank goes on with work of its own on the output) or 'replicated' (every rank goes on alike); "
-    "docs/conventions.md"
+_GRAD_HELP = (
+    "expected 'replicated' (every rank does the same computation on the output) or 'sum' (ranks do different "
+    "computations on it); see docs/conventions.md"
 )
 
 
 def check_grad(operation: str, grad: object) -> None:
     if not isinstance(grad, str) or grad not in ("sum", "replicated"):
-        raise ValueError(f"{operation}: grad is {shown(grad)}, {_WHICH_GRAD}")
+        raise ValueError(f"{operation}: grad is {shown(grad)}, {_GRAD_HELP}")
 
 
-def asks_for_grad(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, whose `grad` has no default, with an error that says which one to pass."""
+def require_grad_keyword(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function whose `grad` has no default: if it is missing, the error says which value to pass."""
     name = function.__name__ if function.__name__ != "__init__" else f"nn.{function.__qualname__.partition('.')[0]}"
 
     @functools.wraps(function)
-    def asked(*args: P.args, **kwargs: P.kwargs) -> R:
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
         if "grad" not in kwargs:
-            raise TypeError(f"{name}: grad= is missing, {_WHICH_GRAD}")
+            raise TypeError(f"{name}: grad= is missing, {_GRAD_HELP}")
         return function(*args, **kwargs)
 
-    return asked
+    return wrapper
 
 
 def as_int(value: Any) -> Any:
-    """`value` as an int, if it is an integer of any library; else None. Symbolic sizes stay what they are."""
+    """Return `value` as an int if it is an integer of any library, else None. Symbolic sizes are returned unchanged."""
     if type(value) is int or isinstance(value, torch.SymInt):
         return value
     if isinstance(value, bool) or attribute(value, "dtype") is torch.bool:
         return None
     try:
         return operator.index(value)
-    except Exception:  # also what an object of the user's raises
+    except Exception:  # a user-defined __index__ may raise anything
         return None
 
 
 def check_dim(operation: str, x: Tensor, dim: Any, name: str = "dim") -> int:
-    """`dim` as a number >= 0."""
+    """Return `dim` as a number >= 0."""
     found = as_int(dim)
     if found is None:
         raise TypeError(f"{operation}: {name} is {shown(dim)}, expected a dimension of x, an integer")
     if not -x.dim() <= found < x.dim():
-        raise ValueError(f"{operation}: {name} is {dim}, but the tensor has shape {tuple(x.shape)}")
+        raise ValueError(f"{operation}: {name} is {dim}, but x has shape {tuple(x.shape)}")
     return int(found % x.dim())
 
 
 def check_rank(operation: str, comm: Communicator, rank: Any, name: str = "root") -> int:
-    """`rank` as an int."""
+    """Return `rank` as an int."""
     if type(comm) is not Communicator:
         check_comm(operation, comm, **{name: rank})
     found = as_int(rank)
@@ -237,18 +237,18 @@ def check_divisible(operation: str, x: Tensor, dim: int, comm: Communicator, rem
 
 
 def check_splits(operation: str, splits: Splits, comm: Communicator, name: str = "splits") -> tuple[int, ...] | None:
-    """`splits` as a tuple: one size per rank, none below 0."""
+    """Return `splits` as a tuple of one size >= 0 per rank."""
     if splits is None:
         return None
-    given: Any = splits
-    if attribute(given, "tolist") is not None:  # a tensor, a NumPy array
-        given = given.tolist()
-    if isinstance(given, (str, bytes, dict)) or not isinstance(given, Iterable):
-        raise TypeError(f"{operation}: {name} is {shown(splits)}, expected one size, an integer, for each rank")
-    given = tuple(given)
-    sizes = tuple(as_int(size) for size in given)
+    values: Any = splits
+    if attribute(values, "tolist") is not None:  # a tensor, a NumPy array
+        values = values.tolist()
+    if isinstance(values, (str, bytes, dict)) or not isinstance(values, Iterable):
+        raise TypeError(f"{operation}: {name} is {shown(splits)}, expected a list with one integer for each rank")
+    values = tuple(values)
+    sizes = tuple(as_int(size) for size in values)
     if None in sizes:
-        raise TypeError(f"{operation}: {name} is {given}, expected integers, one for each rank")
+        raise TypeError(f"{operation}: {name} is {values}, expected integers, one for each rank")
     if len(sizes) != comm.size:
         raise ValueError(f"{operation}: {name} is {sizes}, expected one size for each of {comm.size} ranks")
     if any(size < 0 for size in sizes):
@@ -256,8 +256,8 @@ def check_splits(operation: str, splits: Splits, comm: Communicator, name: str =
     return sizes
 
 
-def check_cut(operation: str, x: Tensor, dim: int, splits: Splits, comm: Communicator) -> tuple[int, ...] | None:
-    """`splits` as a tuple, along which x can be cut; None: equally."""
+def check_splittable(operation: str, x: Tensor, dim: int, splits: Splits, comm: Communicator) -> tuple[int, ...] | None:
+    """Return `splits` as a tuple, after checking that x can be split by it; None: into equal slices."""
     sizes = check_splits(operation, splits, comm)
     if sizes is None:
         check_divisible(operation, x, dim, comm)
@@ -267,7 +267,7 @@ def check_cut(operation: str, x: Tensor, dim: int, splits: Splits, comm: Communi
 
 
 def check_total(operation: str, x: Tensor, dim: int, splits: Sequence[int], name: str = "splits") -> None:
-    """That x is as long along dim as the splits together."""
+    """Check that the size of x along dim is the sum of the splits."""
     if x.shape[dim] != sum(splits):
         raise ValueError(
             f"{operation}: dimension {dim} of {tuple(x.shape)} has {x.shape[dim]} rows, but {name} {tuple(splits)} add "
@@ -275,8 +275,8 @@ def check_total(operation: str, x: Tensor, dim: int, splits: Sequence[int], name
         )
 
 
-def check_own(operation: str, x: Tensor, dim: int, splits: Sequence[int], comm: Communicator, name: str) -> None:
-    """That x is as long along dim as this rank's split."""
+def check_own_split(operation: str, x: Tensor, dim: int, splits: Sequence[int], comm: Communicator, name: str) -> None:
+    """Check that the size of x along dim is this rank's split."""
     if x.shape[dim] != splits[comm.rank]:
         raise ValueError(
             f"{operation}: dimension {dim} of {tuple(x.shape)} has {x.shape[dim]} rows, but {name} {tuple(splits)} "
@@ -284,9 +284,9 @@ def check_own(operation: str, x: Tensor, dim: int, splits: Sequence[int], comm: 
         )
 
 
-def _refuse_layout(operation: str, x: Tensor) -> None:
+def _raise_layout_error(operation: str, x: Tensor) -> None:
     if x.is_nested:
-        kind, instead = "nested", "x.to_padded_tensor(0), or its parts by x.unbind()"
+        kind, instead = "nested", "x.to_padded_tensor(0), or the tensors of x.unbind()"
     elif x.is_quantized:
         kind, instead = f"quantized ({x.dtype})", "x.int_repr(), or x.dequantize()"
     else:
@@ -299,5 +299,5 @@ def type_name(kind: Any) -> str:
 
 
 def _any_of(names: Sequence[str]) -> str:
-    *most, last = [repr(name) for name in names]
-    return f"{', '.join(most)} or {last}"
+    *others, last = [repr(name) for name in names]
+    return f"{', '.join(others)} or {last}"

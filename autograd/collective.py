@@ -1,13 +1,13 @@
-"""What every differentiable collective shares: forward, backward, forward mode and vmap, from one description of it.
+"""The base class of the differentiable collectives: forward, backward, forward mode and vmap.
 
-A linear collective is a subclass of `Collective` with two halves: `prepare` says how it travels, and `adjoint` names
-the collective that is its adjoint. All derivatives follow, of any order, since each adjoint is again such a collective:
+A linear collective is a subclass of `Collective` with two methods: `prepare` sets up the communication, and `adjoint`
+returns the adjoint collective. These define derivatives of any order, because each adjoint is a `Collective` too:
 
-    backward   run(adjoint, g)               forward mode   the same collective, of the tangent
+    backward   run(adjoint, g)               forward mode   the same collective, applied to the tangent
     vmap       the same collective, with the batch dimension in front
 
-`run` is the way in. Where nothing is traced it applies the autograd Function; under torch.compile it calls the custom
-operator of the same name (operators.py), which is made from the same two halves.
+`run` is the entry point. In eager mode it applies the autograd Function; under torch.compile it calls the custom
+operator of the same name (operators.py), which uses the same two methods.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from .torch_internals import (
 from .wire import Prepared
 
 P = ParamSpec("P")
-# run(comm, function, x, *params): `run`, or in a custom operator's backward the call of another operator.
+# run(comm, function, x, *params): `run`, or `operators.run_operator` in the backward pass of a custom operator.
 Run = Callable[..., Tensor]
 
-_grad_enabled = torch.is_grad_enabled  # bound once: it is asked at every call
+_grad_enabled = torch.is_grad_enabled  # bound once: every call uses it
 
 
-class Call(NamedTuple):
-    """A collective of x, yet to be run."""
+class CollectiveCall(NamedTuple):
+    """A collective of x that has not run yet."""
 
     function: type[Collective]
     x: Tensor
@@ -59,13 +59,13 @@ class Call(NamedTuple):
 
 
 class Collective(Function):
-    """A collective that is linear in its tensor. `apply(x, comm, *params)` on every rank, params as in `schema`."""
+    """Base class of the collectives. Call `apply(x, comm, *params)` on every rank, with the params of `schema`."""
 
-    name: ClassVar[str]  # of the custom operator in the namespace pynccl
-    schema: ClassVar[str]  # of its parameters, after the tensor and the communicator
-    grad_at: ClassVar[int | None] = None  # index in params of the convention, for those that have two
-    dims_at: ClassVar[tuple[int, ...]] = ()  # indices in params of the tensor's dimensions
-    linear: ClassVar[bool] = True  # else its derivatives need x and y
+    name: ClassVar[str]  # name of the custom operator in the namespace pynccl
+    schema: ClassVar[str]  # schema of the parameters after the tensor and the communicator
+    grad_index: ClassVar[int | None] = None  # index of `grad` in params, if there is one
+    dim_indices: ClassVar[tuple[int, ...]] = ()  # indices in params of tensor dimensions
+    linear: ClassVar[bool] = True  # if False, the derivatives need x and y
     communicates: ClassVar[bool] = True
     forward_name: ClassVar[str]  # in the flight recorder
     backward_name: ClassVar[str]
@@ -84,48 +84,48 @@ class Collective(Function):
             def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
                 return pull_back(cls, ctx, g)
 
-            # So, and not by the name, it can be traced by torch.compile, and the other by compiled autograd.
+            # In this form torch.compile can trace the operator, and compiled autograd the backward.
             cls.operator = staticmethod(operator)
             cls.backward = staticmethod(backward)  # type: ignore[method-assign]
 
     @staticmethod
     def prepare(x: Tensor, comm: Communicator, *params: Any) -> Prepared:
-        """The collective of x, ready to be launched."""
+        """Return the collective of x, ready to launch."""
         raise NotImplementedError
 
     @staticmethod
-    def adjoint(g: Tensor, comm: Communicator, shape: torch.Size, *params: Any) -> Call:
-        """The collective that takes the cotangent g to that of the input, whose shape is `shape`."""
+    def adjoint(g: Tensor, comm: Communicator, shape: torch.Size, *params: Any) -> CollectiveCall:
+        """Return the collective that maps the cotangent g to the cotangent of the input of shape `shape`."""
         raise NotImplementedError
 
     @classmethod
     def batched(cls, *params: Any) -> tuple[Any, ...]:
-        """The parameters for a tensor with one more dimension in front."""
-        return tuple(param + 1 if at in cls.dims_at else param for at, param in enumerate(params))
+        """Return the parameters for a tensor with an additional leading dimension."""
+        return tuple(param + 1 if at in cls.dim_indices else param for at, param in enumerate(params))
 
     @staticmethod
-    def alone(x: Tensor, *params: Any) -> Tensor:
-        """The result on one rank."""
+    def on_one_rank(x: Tensor, *params: Any) -> Tensor:
+        """Return the result if there is only one rank."""
         return x.clone()
 
     @classmethod
     def apply(cls, x: Tensor, comm: Communicator, *params: Any) -> Any:
-        """Torch's apply, without its inspection of the signature, which takes longer than all the rest together."""
+        """Function.apply without its inspection of the signature, which takes longer than everything else."""
         if transforms_active():
             return super().apply(x, comm, *params)
         return super(Function, cls).apply(unwrap_if_dead(x), comm, *params)  # type: ignore[misc]
 
     @classmethod
     def forward(cls, x: Tensor, comm: Communicator, *params: Any) -> Tensor:
-        # beneath transforms: see sees_operators
+        # beneath torch.func transforms: see runs_as_operator
         if dispatch_modes() or x.is_meta or (type(x) is not Tensor and has_no_values(x)):
             return cls.operator(x, key_of(comm), *params)
         if not has_storage(x):
             check_memory(cls.name, x)
         launch, result = cls.prepare(x, comm, *params)
         if cls.communicates:
-            refuse_group(cls.name)
-        if comm.recorded:
+            check_not_in_group(cls.name)
+        if comm._is_recorded:
             with calls_noted_as(cls.forward_name):
                 launch(None)
         else:
@@ -136,11 +136,11 @@ class Collective(Function):
     def setup_context(cls, ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, comm, *params = inputs
         ctx.comm, ctx.shape, ctx.params = comm, x.shape, params
-        remember(ctx, comm, cls.name)
+        record_forward_call(ctx, comm, cls.name)
 
     @classmethod
     def pull_back(cls, ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        """`backward`; g is zeros where there is none, since the peers wait for this rank all the same."""
+        """Implement `backward`. If the output was not used, g is zeros: the peers wait for this rank anyway."""
         replicated = ctx.call is not None and cls.is_replicated(ctx.params)
         enter_backward(ctx, ctx.comm, [g] if replicated else [])
         saved = ctx.saved_tensors
@@ -150,7 +150,7 @@ class Collective(Function):
 
     @classmethod
     def in_backward(cls, ctx: Any) -> contextlib.AbstractContextManager[None]:
-        """What runs within is in the flight recorder as the backward pass of this call."""
+        """Return a context in which the flight recorder labels calls as the backward pass of this call."""
         if ctx.site and not torch.compiler.is_compiling():
             return calls_noted_as(cls.backward_name, ctx.site)
         return contextlib.nullcontext()
@@ -159,7 +159,7 @@ class Collective(Function):
     def cotangent(
         cls, run: Run, comm: Communicator, g: Tensor, shape: torch.Size, saved: tuple[Tensor, ...], params: Any
     ) -> Tensor:
-        """That of the input, of the output's; `saved`: x and y, if this is not linear."""
+        """Return the cotangent of the input for the cotangent g of the output. saved: (x, y) if this is not linear."""
         function, x, params = cls.adjoint(g, comm, shape, *params)
         return run(comm, function, x, *params)
 
@@ -173,42 +173,41 @@ class Collective(Function):
 
     @classmethod
     def is_replicated(cls, params: Any) -> bool:
-        return cls.grad_at is not None and params[cls.grad_at] == "replicated"
+        return cls.grad_index is not None and params[cls.grad_index] == "replicated"
 
 
-def remember(ctx: Any, comm: Communicator, name: str) -> None:
-    """After the communication of a forward pass: what `enter_backward` needs, and the line for the flight recorder."""
-    ctx.ask_for_token = save_token()
+def record_forward_call(ctx: Any, comm: Communicator, name: str) -> None:
+    """Store in ctx what `enter_backward` and the flight recorder need. Call it after the forward communication."""
+    ctx.fetch_token = save_token()
     ctx.call = number_call(comm, name) if comm.checking else None
-    ctx.site = call_site() if comm.recorded and not torch.compiler.is_compiling() else ""
+    ctx.site = call_site() if comm._is_recorded and not torch.compiler.is_compiling() else ""
 
 
 def enter_backward(ctx: Any, comm: Communicator, replicated: Sequence[Tensor]) -> None:
-    """Before a backward pass communicates, and before it asks for saved tensors: a checkpoint may compute its region
-    anew. With PYNCCL_CHECK=1 the ranks compare where they are, and the cotangents that have to be equal."""
-    if ctx.ask_for_token is not None:
-        ctx.ask_for_token()
+    """Call it before a backward pass communicates or reads saved tensors: activation checkpointing may recompute its
+    region here. With PYNCCL_CHECK=1 the ranks compare their positions, and the cotangents that must be equal."""
+    if ctx.fetch_token is not None:
+        ctx.fetch_token()
     if ctx.call is not None:
         for g in replicated or (None,):
             compare_backward(comm, ctx.call, g)
 
 
-def refuse_group(name: str) -> None:
-    """NcclInvalidUsage within a `pynccl.group`, at whose end alone there are results."""
+def check_not_in_group(name: str) -> None:
+    """Raise NcclInvalidUsage within a `pynccl.group`, where results are available only at the end of the block."""
     if recorder() is not None:
         raise NcclInvalidUsage(
-            f"{name} within a pynccl.group(): its calls are launched at the end of the block, and a graph, or its "
-            "backward pass,\ngoes on with their results before that. For several tensors pass a list, as in "
-            "ad.all_reduce([a, b], comm, ...), which is one\ngroup; for several ranks in one process have a thread for "
-            "each"
+            f"{name} within a pynccl.group(): the group launches its calls at the end of the block, but autograd needs "
+            "the results before.\nFor several tensors pass a list, e.g. ad.all_reduce([a, b], comm, ...), which is one "
+            "group; for several ranks in\none process use one thread per rank"
         )
 
 
 class RequireGrad(Function):
-    """Gives x a node although x needs no gradient, so that what follows is entered by the backward pass.
+    """Give x a grad_fn although x does not require grad, so that the backward pass runs the collectives after it.
 
     forward    x [..] -> x [..]
-    backward   g [..] -> nothing
+    backward   g [..] -> None
     """
 
     @staticmethod
@@ -228,47 +227,48 @@ _REQUIRES_GRAD = torch.empty(0, requires_grad=True)
 
 
 def run(comm: Communicator, function: type[Collective], x: Tensor, *params: Any) -> Tensor:
-    """The collective of x, differentiable.
+    """Run the collective of x, differentiably.
 
-    Its node is made on every rank whatever needs a gradient there: the peers' backward passes wait for this rank's."""
+    The output gets a grad_fn on every rank, even if x does not require grad: the peers' backward passes wait for
+    ours."""
     if comm.size == 1:
-        return function.alone(x, *params)
+        return function.on_one_rank(x, *params)
     if torch.compiler.is_compiling():
         check_compiled()
         return function.operator(x, key_of(comm), *params)
     if not x.requires_grad and _grad_enabled():
         x = require_grad(x)
-    # What is seldom so is asked without a call: every collective comes this way, forwards and backwards.
-    if (dispatch_modes() or x.is_meta or type(x) is not Tensor) and sees_operators(x):
+    # Inlined fast checks before the call of runs_as_operator: every collective passes here, forward and backward.
+    if (dispatch_modes() or x.is_meta or type(x) is not Tensor) and runs_as_operator(x):
         return function.operator(x, key_of(comm), *params)
     y: Tensor = function.apply(x, comm, *params)
     return y
 
 
 def require_grad(x: Tensor) -> Tensor:
-    """x with a node, where derivatives are recorded and x could have one."""
+    """Return x with a grad_fn, if grad mode is on and the dtype of x has derivatives."""
     if x.requires_grad or not torch.is_grad_enabled() or not (x.is_floating_point() or x.is_complex()):
         return x
-    if transforms_active():  # nodes of torch.func belong to its levels
+    if transforms_active():  # torch.func keeps a graph for each of its levels
         return x
     y: Tensor = RequireGrad.apply(x, _REQUIRES_GRAD)
     return y
 
 
-def sees_operators(x: Tensor) -> bool:
-    """Whether the collective of x is to be run as an operator.
+def runs_as_operator(x: Tensor) -> bool:
+    """Return whether the collective of x must run as a custom operator.
 
-    Under dispatch modes (fake tensors, make_fx, export, selective checkpointing), which know operators only; and for
-    tensors without values, of which operators know the outputs' shapes. Within torch.func's transforms and forward mode
-    the Function is run all the same, which has rules for them; its forward, at the bottom of them, then calls the
-    operator."""
+    Dispatch modes (fake tensors, make_fx, export, selective checkpointing) see only operators, and for tensors without
+    values operators compute the output shapes. In torch.func transforms and forward mode the Function runs instead,
+    which has rules for them; its forward, at the bottom level, then calls the operator."""
     if not (dispatch_modes() or has_no_values(x)):
         return False
     return not (transforms_active() or in_forward_mode())
 
 
 def operation(plan: Callable[P, Any]) -> Callable[P, Tensor]:
-    """The function that runs what `plan` makes of its arguments, (comm, Call); `start` takes the plan instead."""
+    """Decorate `plan`, which checks arguments and returns (comm, call): the result runs the call. `start` uses
+    `plan`."""
 
     @functools.wraps(plan)
     def run_now(*args: P.args, **kwargs: P.kwargs) -> Tensor:
@@ -281,12 +281,12 @@ def operation(plan: Callable[P, Any]) -> Callable[P, Tensor]:
     return run_now
 
 
-def mean(g: Tensor, op: str, comm: Communicator) -> Tensor:
-    """g / N for the operator "avg", else g."""
+def divide_if_avg(g: Tensor, op: str, comm: Communicator) -> Tensor:
+    """Return g / N if the operator is "avg", else g."""
     return g / comm.size if op == "avg" else g
 
 
-# Operators take no communicators, but strings; neither table keeps a communicator alive.
+# Operators take strings in place of communicators. Neither table keeps a communicator alive.
 _keys: weakref.WeakKeyDictionary[Communicator, str] = weakref.WeakKeyDictionary()
 _communicators: weakref.WeakValueDictionary[str, Communicator] = weakref.WeakValueDictionary()
 _numbers = count(1)
@@ -294,7 +294,7 @@ _numbers = count(1)
 
 @torch.compiler.assume_constant_result
 def key_of(comm: Communicator) -> str:
-    """The string that stands for comm in the operators of this process."""
+    """Return the string that identifies comm in calls of the custom operators, in this process."""
     check_comm("key_of", comm)
     key = _keys.get(comm)
     if key is None:
@@ -304,10 +304,10 @@ def key_of(comm: Communicator) -> str:
 
 
 def communicator(key: str) -> Communicator:
-    """What `key_of` was asked about."""
+    """Return the communicator of a string from `key_of`."""
     comm = _communicators.get(key)
     if comm is None:
         raise ValueError(
-            f"pynccl operator: {key!r} names no communicator that is alive in this process; use key_of(comm)"
+            f"pynccl operator: {key!r} does not name an alive communicator of this process; pass key_of(comm)"
         )
     return comm

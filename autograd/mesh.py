@@ -1,10 +1,10 @@
-"""Mesh: the ranks of a communicator as a grid with named axes, and the communicators along its axes."""
+"""Mesh: the ranks of a communicator as a grid with named axes, and a communicator along each axis."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from pynccl import CommConfig, Communicator
 from pynccl.bindings.resource import Shared
@@ -15,18 +15,21 @@ from .arguments import as_int, check_comm
 
 
 class Mesh(Shared):
-    """N ranks as a grid, e.g. {"dp": 2, "tp": 4}: `mesh["tp"]` has the ranks that differ from this one in "tp" alone.
+    """A grid of all ranks with named axes, e.g. {"dp": 2, "tp": 4}.
 
-    comm   all ranks; rank r is at the r-th place in row-major order: the last axis varies fastest, so give it to what
-           communicates most, whose ranks are then on one node
-    shape  {name: size}, whose product is N; one size may be -1: what is left
+    comm   communicator of all N ranks. Ranks are placed in row-major order: the last axis varies fastest. Use the last
+           axis for the parallelism that communicates most, so that its ranks are on one node
+    shape  {name: size}; the product of the sizes is N. One size may be -1: it is inferred
 
-    mesh["tp"]         the communicator along an axis, named so in errors and in `python -m pynccl hang`
-    mesh["dp", "cp"]   along several at once, ordered as in the mesh
-    mesh.coordinate    {name: this rank's place}
+    mesh["tp"]         communicator of the ranks whose coordinates differ from this rank's in "tp" only; errors and
+                       `python -m pynccl hang` show it by this name
+    mesh["dp", "cp"]   communicator along several axes, in the order of the mesh; all axes: `comm` itself
+    mesh.coordinate    {name: coordinate of this rank}
 
-    A communicator is split off when it is first asked for, so every rank must ask for the same ones, in the same order.
-    All axes at once are `comm` itself. `close()`, or the end of a with block, destroys what was split off, not `comm`.
+    A communicator is split from `comm` at its first use. Every rank must therefore use new ones in the same order.
+    `close()`, or the end of a with block, destroys the split communicators, but not `comm`.
+
+    ValueError if the product of the sizes is not N.
     """
 
     def __init__(self, comm: Communicator, shape: Mapping[str, int]) -> None:
@@ -37,8 +40,11 @@ class Mesh(Shared):
 
     @classmethod
     def from_device_mesh(cls, mesh: Any, *, timeout: float | None = DEFAULT_TIMEOUT) -> Mesh:
-        """Of a torch DeviceMesh, with its names ("0", "1", .. where it has none) and its order of ranks. Every rank of
-        the mesh must call it. timeout: seconds, as of Communicator.from_process_group."""
+        """Create a Mesh from a torch DeviceMesh, with the same axis names and order of ranks. Unnamed axes are called
+        "0", "1", ... Every rank of the mesh must call it.
+
+        timeout  seconds, as in Communicator.from_process_group
+        """
         import torch.distributed as dist
 
         ranks, sizes = mesh.mesh.flatten().tolist(), mesh.mesh.shape
@@ -48,23 +54,27 @@ class Mesh(Shared):
         if sorted(ranks) != list(range(dist.get_world_size())):
             group = mesh.get_group() if len(sizes) == 1 else dist.new_group(ranks, use_local_synchronization=True)
         comm = Communicator.from_process_group(group, timeout=timeout)
-        if ranks != sorted(ranks):  # the order of groups
-            comm = cast(Communicator, comm.split(0, ranks.index(dist.get_rank()), comm.config))
+        if ranks != sorted(ranks):  # from_process_group sorts the ranks
+            comm = comm.split(0, ranks.index(dist.get_rank()), comm.config)
         names = mesh.mesh_dim_names or [str(dim) for dim in range(len(sizes))]
         return cls(comm, dict(zip(names, sizes, strict=True)))
 
     def to_device_mesh(self, device_type: str | None = None) -> Any:
-        """A torch DeviceMesh of the same grid. torch.distributed must have been initialised with the same ranks; every
-        rank must call it. device_type: None: that of `comm`."""
+        """Create a torch DeviceMesh of the same grid. Every rank must call it.
+
+        device_type  e.g. "cuda"; None: the device type of `comm`
+
+        RuntimeError if torch.distributed is not initialised with the same ranks.
+        """
         import torch
         import torch.distributed as dist
         from torch.distributed.device_mesh import DeviceMesh
 
         if not dist.is_initialized() or (dist.get_world_size(), dist.get_rank()) != (self.comm.size, self.comm.rank):
-            have = f"has {dist.get_world_size()} ranks" if dist.is_initialized() else "is not initialised"
+            state = f"has {dist.get_world_size()} ranks" if dist.is_initialized() else "is not initialised"
             raise RuntimeError(
-                f"to_device_mesh: torch.distributed {have}; expected init_process_group with the {self.comm.size} "
-                f"ranks of the mesh, of which this one is rank {self.comm.rank}"
+                f"to_device_mesh: torch.distributed {state}; call init_process_group with world_size={self.comm.size} "
+                f"and rank={self.comm.rank}, as in the mesh"
             )
         kind = device_type or self.comm.device.partition(":")[0]
         grid = torch.arange(self.comm.size).reshape(tuple(self.shape.values()))
@@ -72,11 +82,11 @@ class Mesh(Shared):
 
     @property
     def coordinate(self) -> dict[str, int]:
-        """This rank's place along each axis."""
+        """{axis name: coordinate of this rank}."""
         return self.coordinate_of(self.comm.rank)
 
     def coordinate_of(self, rank: int) -> dict[str, int]:
-        """That of a rank of `comm`."""
+        """Return {axis name: coordinate} of a rank of `comm`."""
         places, index = {}, as_int(rank)
         if index is None or not 0 <= index < self.comm.size:
             raise ValueError(f"coordinate_of: rank is {shown(rank)}, expected 0 to {self.comm.size - 1}")
@@ -85,7 +95,7 @@ class Mesh(Shared):
         return {name: places[name] for name in self.shape}
 
     def size(self, *axes: str) -> int:
-        """Ranks along these axes; of all of them, if none is named."""
+        """Return the number of ranks along these axes; without arguments, of the mesh."""
         return math.prod(self.shape[name] for name in (self._axes(axes) if axes else self.shape))
 
     def __getitem__(self, axes: str | Sequence[str]) -> Communicator:
@@ -117,23 +127,23 @@ class Mesh(Shared):
             else:
                 color = color * size + place[name]
         config = self.comm.config or CommConfig()
-        if self.comm.library.version >= (2, 27):  # which knows names
+        if self.comm.library.version >= (2, 27):  # which added comm_name
             config = config._replace(comm_name="x".join(names))
-        made = cast(Communicator, self.comm.split(color, key, config))
-        made.origin = made.origin._replace(axes=names)
+        made = self.comm.split(color, key, config)
+        made._lineage = made._lineage._replace(axes=names)
         return made
 
     def _axes(self, axes: tuple[Any, ...]) -> tuple[str, ...]:
-        """These names in the order of the mesh."""
+        """Return these names in the order of the mesh."""
         for name in axes:
             if name not in self.shape:
                 raise KeyError(f"the mesh has no axis {shown(name)}; it has {', '.join(map(repr, self.shape))}")
         if not axes or len(set(axes)) < len(axes):
-            raise KeyError(f"mesh[{', '.join(map(repr, axes))}]: expected one axis, or several different ones")
+            raise KeyError(f"mesh[{', '.join(map(repr, axes))}]: expected one axis, or several distinct ones")
         return tuple(name for name in self.shape if name in axes)
 
     def close(self) -> None:
-        """Destroy the communicators along the axes, on every rank. Twice is harmless."""
+        """Destroy the communicators along the axes. Every rank must call it; a second call has no effect."""
         while self._made:
             _, made = self._made.popitem()
             made.destroy()
@@ -144,7 +154,7 @@ class Mesh(Shared):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
-        else:  # the others may not come to a destroy
+        else:  # abort: destroy could hang, since other ranks may never call it
             for made in self._made.values():
                 made.abort()
             self._made.clear()
@@ -166,7 +176,7 @@ def _shape(shape: Any, ranks: int) -> dict[str, int]:
     named = sizes and all(isinstance(name, str) and name for name in sizes)
     if not named or min(sizes.values()) < 1 or math.prod(sizes.values()) != ranks:
         raise ValueError(
-            f"Mesh: shape is {dict(shape)}, expected names and sizes from 1, whose product is {ranks}, the number of "
-            "ranks; one size may be -1: what is left"
+            f"Mesh: shape is {dict(shape)}, expected named sizes >= 1 whose product is {ranks}, the number of ranks; "
+            "one size may be -1 (inferred)"
         )
     return {name: int(size) for name, size in sizes.items()}

@@ -1,9 +1,10 @@
-"""The differentiable collectives as modules, and a Sequential that runs a linear layer with its collective as one.
+"""The differentiable collectives as modules, and a Sequential that overlaps linear layers with adjacent collectives.
 
-A module for each function of ops/, with its arguments and its errors, of the communicator it was made with. As
-TransformerEngine's operations of the same names: ReduceScatter sums over ranks and keeps slice `rank` of dimension 0,
-its backward pass is an all-gather; AllReduce(comm, grad="replicated") passes gradients through unchanged; on one rank
-AllReduce, ReduceScatter, AllGather, Copy and Split return their input, not a copy of it as some functions do.
+Each function of `pynccl_autograd` has a module, which stores the communicator and the other arguments and raises the
+same errors. The modules behave like the TransformerEngine operations of the same names: ReduceScatter sums over ranks
+and keeps slice `rank` of dimension 0, and its backward pass is an all-gather; AllReduce(comm, grad="replicated") passes
+gradients through unchanged. On one rank, AllReduce, ReduceScatter, AllGather, Copy and Split return their input, while
+the functions return a copy.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from torch import Tensor
 from pynccl import Communicator
 from pynccl.bindings.values import attribute
 
-from .arguments import SUM_OPS, AnyOp, Grad, Op, asks_for_grad, check_comm, check_grad, check_op, check_rank
+from .arguments import SUM_OPS, AnyOp, Grad, Op, check_comm, check_grad, check_op, check_rank, require_grad_keyword
 from .ops.all_gather import all_gather, reduce_scatter, split
 from .ops.all_reduce import PreMul, all_reduce, copy
 from .ops.all_to_all import all_to_all
-from .ops.coalesced import OfLists
+from .ops.coalesced import CallableOnLists
 from .ops.halo import Halo, halo_exchange
 from .ops.permute import check_edges, permute
 from .ops.rooted import broadcast, gather, reduce, scatter
@@ -32,13 +33,13 @@ from .wire import Dtype, Splits
 
 
 class Operation(torch.nn.Module):
-    """A function of ops/ with its communicator and its other arguments."""
+    """Base class: a collective with its communicator and its other arguments."""
 
     function: ClassVar[Any]
     ops: ClassVar[tuple[str, ...]] = SUM_OPS
     takes_premul: ClassVar[bool] = False
-    passes_alone: ClassVar[bool] = False  # on one rank the output is the input
-    __call__: Callable[..., Tensor]  # for type checkers, to whom that of nn.Module gives Any
+    identity_on_one_rank: ClassVar[bool] = False  # whether the output is the input itself there
+    __call__: Callable[..., Tensor]  # for type checkers: nn.Module.__call__ returns Any
 
     def __init__(self, comm: Communicator, **options: Any) -> None:
         name = f"nn.{type(self).__name__}"
@@ -54,48 +55,47 @@ class Operation(torch.nn.Module):
         self.options = {name: _frozen(value) if name in _SIZES else value for name, value in options.items()}
 
     def arguments(self) -> dict[str, Any]:
-        """What the function gets besides x and the communicator."""
+        """Return the keyword arguments of the function, without x and comm."""
         return self.options
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.passes_alone and self.comm.size == 1 and isinstance(x, Tensor):
-            _, call = self.function.plan(x, self.comm, **self.arguments())  # whose checks hold on one rank as on many
-            alone: Tensor = call.x
-            return alone
+        if self.identity_on_one_rank and self.comm.size == 1 and isinstance(x, Tensor):
+            _, call = self.function.plan(x, self.comm, **self.arguments())  # checks the arguments
+            checked: Tensor = call.x
+            return checked
         y: Tensor = self.function(x, self.comm, **self.arguments())
         return y
 
     def extra_repr(self) -> str:
-        given = [f"{name}={value!r}" for name, value in self.options.items() if value is not None]
-        return ", ".join([f"rank {self.comm.rank} of {self.comm.size}", *given])
+        options = [f"{name}={value!r}" for name, value in self.options.items() if value is not None]
+        return ", ".join([f"rank {self.comm.rank} of {self.comm.size}", *options])
 
 
-_PREMUL = "PreMul(scale)"  # stands for PreMul of what the module's `scale` is when it is called
+_PREMUL = "PreMul(scale)"  # placeholder for PreMul(self.scale), which is built at each call
 _SIZES = ("splits", "send_splits", "recv_splits", "halo")
 
 
 def _frozen(sizes: Any) -> Any:
-    """Lists and tensors of sizes as tuples of the module's own: what the caller does with his does not matter then."""
+    """Return sizes as tuples, so that later changes of the lists and tensors passed have no effect."""
     sizes = sizes.tolist() if attribute(sizes, "tolist") is not None else sizes
     return tuple(_frozen(size) for size in sizes) if isinstance(sizes, list | tuple) else sizes
 
 
 class AllReduce(Operation):
-    """y = sum_q x_q on every rank (op: see `all_reduce`).  grad="replicated": gradients pass through unchanged.
-    grad="sum": they are summed over ranks.
+    """Sum x over all ranks (or reduce it with another operator), on every rank. See `pynccl_autograd.all_reduce`.
 
-    The scale of PreMul(scale) is the module's, by the name `scale`: a parameter if it is an nn.Parameter, a buffer if
-    it is another tensor. So it is among its parameters and in its state_dict, and moves with it.
+    grad="replicated" passes gradients through unchanged; grad="sum" sums them over ranks. If `op` is PreMul(scale) with
+    a tensor, the module registers it as `scale`: as a parameter if it is an nn.Parameter, else as a buffer.
     """
 
     function = staticmethod(all_reduce)
     ops = ("sum", "avg", "max", "min", "prod")
     takes_premul = True
-    passes_alone = True
+    identity_on_one_rank = True
     scale: Tensor
-    __call__: OfLists
+    __call__: CallableOnLists
 
-    @asks_for_grad
+    @require_grad_keyword
     def __init__(
         self, comm: Communicator, op: AnyOp | PreMul = "sum", *, grad: Grad, reduce_dtype: Dtype = None
     ) -> None:
@@ -112,23 +112,25 @@ class AllReduce(Operation):
 
 
 class Copy(Operation):
-    """y = x; gradients are summed over ranks."""
+    """Return a replicated x; the backward pass sums the gradients over ranks. See `pynccl_autograd.copy`."""
 
     function = staticmethod(copy)
-    passes_alone = True
+    identity_on_one_rank = True
 
     def __init__(self, comm: Communicator, *, reduce_dtype: Dtype = None) -> None:
         super().__init__(comm, reduce_dtype=reduce_dtype)
 
 
 class ReduceScatter(Operation):
-    """y_r = (sum_q x_q)[slice r of `dim`]; gradients are all-gathered.
+    """Sum x over all ranks and return this rank's slice along `dim`; the backward pass all-gathers the gradients.
 
-    ValueError if `dim` is not divisible by the number of ranks, unless splits= gives the sizes."""
+    ValueError if the size of `dim` is not divisible by the number of ranks, unless splits= gives the sizes. See
+    `pynccl_autograd.reduce_scatter`.
+    """
 
     function = staticmethod(reduce_scatter)
-    passes_alone = True
-    __call__: OfLists
+    identity_on_one_rank = True
+    __call__: CallableOnLists
 
     def __init__(
         self, comm: Communicator, dim: int = 0, op: Op = "sum", *, splits: Splits = None, reduce_dtype: Dtype = None
@@ -137,15 +139,16 @@ class ReduceScatter(Operation):
 
 
 class AllGather(Operation):
-    """y = concat_q x_q along `dim` on every rank; gradients are reduce-scattered (grad="replicated": cut).
+    """Concatenate the tensors of all ranks along `dim`, on every rank. See `pynccl_autograd.all_gather`.
 
-    See `all_gather` for which grad to take."""
+    With grad="sum" the backward pass reduce-scatters the gradients; with grad="replicated" it takes this rank's slice.
+    """
 
     function = staticmethod(all_gather)
-    passes_alone = True
-    __call__: OfLists
+    identity_on_one_rank = True
+    __call__: CallableOnLists
 
-    @asks_for_grad
+    @require_grad_keyword
     def __init__(
         self, comm: Communicator, dim: int = 0, *, grad: Grad, splits: Splits = None, reduce_dtype: Dtype = None
     ) -> None:
@@ -153,27 +156,27 @@ class AllGather(Operation):
 
 
 class Split(Operation):
-    """y_r = x[slice r of `dim`] of a replicated x; gradients are gathered."""
+    """Return this rank's slice of a replicated x along `dim`; the backward pass all-gathers the gradients."""
 
     function = staticmethod(split)
-    passes_alone = True
+    identity_on_one_rank = True
 
     def __init__(self, comm: Communicator, dim: int = 0, *, splits: Splits = None) -> None:
         super().__init__(comm, dim=dim, splits=splits)
 
 
 class Broadcast(Operation):
-    """y_r = x_root on every rank; x on the others gives shape and type. grad: see `broadcast`."""
+    """Copy x of rank `root` to every rank. See `pynccl_autograd.broadcast`."""
 
     function = staticmethod(broadcast)
 
-    @asks_for_grad
+    @require_grad_keyword
     def __init__(self, comm: Communicator, root: int, *, grad: Grad, reduce_dtype: Dtype = None) -> None:
         super().__init__(comm, root=root, grad=grad, reduce_dtype=reduce_dtype)
 
 
 class Reduce(Operation):
-    """root: sum_q x_q, others: zeros."""
+    """Sum x over all ranks, on rank `root`; the other ranks get zeros. See `pynccl_autograd.reduce`."""
 
     function = staticmethod(reduce)
 
@@ -182,7 +185,7 @@ class Reduce(Operation):
 
 
 class Scatter(Operation):
-    """y_r = x_root[slice r of `dim`]."""
+    """Split x of rank `root` along `dim`, and return slice r on rank r. See `pynccl_autograd.scatter`."""
 
     function = staticmethod(scatter)
 
@@ -191,7 +194,7 @@ class Scatter(Operation):
 
 
 class Gather(Operation):
-    """root: concat_q x_q along `dim`, others: size 0 along it."""
+    """Concatenate the tensors of all ranks along `dim`, on rank `root`. See `pynccl_autograd.gather`."""
 
     function = staticmethod(gather)
 
@@ -200,7 +203,10 @@ class Gather(Operation):
 
 
 class AllToAll(Operation):
-    """Part q of x along `split_dim` goes to rank q; what arrives is concatenated along `concat_dim`."""
+    """Split x along `split_dim`, send slice q to rank q, and concatenate what arrives along `concat_dim`.
+
+    See `pynccl_autograd.all_to_all`.
+    """
 
     function = staticmethod(all_to_all)
 
@@ -218,7 +224,7 @@ class AllToAll(Operation):
 
 
 class Permute(Operation):
-    """y_r = sum of x_q over the edges (q, r), zeros without one."""
+    """Send x along directed edges between ranks, and sum what arrives. See `pynccl_autograd.permute`."""
 
     function = staticmethod(permute)
 
@@ -227,7 +233,7 @@ class Permute(Operation):
 
 
 class HaloExchange(Operation):
-    """Ranks in a line: the neighbours' borders overwrite the halos of x along `dim`."""
+    """Overwrite the halos of x along `dim` with the neighbours' borders. See `pynccl_autograd.halo_exchange`."""
 
     function = staticmethod(halo_exchange)
 
@@ -236,24 +242,26 @@ class HaloExchange(Operation):
 
 
 class Sequential(torch.nn.Sequential):
-    """torch.nn.Sequential that runs these neighbours as one, with the result of running them one by one:
+    """A torch.nn.Sequential that fuses these adjacent modules. The results equal those of running them separately.
 
     nn.Linear (no bias), ReduceScatter(comm)                   matmul_reduce_scatter
     nn.Linear (no bias), AllReduce(comm, grad="replicated")    matmul_all_reduce
     AllGather(comm, grad="sum"), nn.Linear                     all_gather_matmul
 
-    Each along dimension 0, with op="sum", no splits= and no reduce_dtype=. A pair is run one by one where a hook is on
-    either module, so that hooks fire as ever; where a module has another forward (a subclass, a parametrization, a
-    torch.compile of its own, a library that replaces nn.Linear's); on one rank; and where x has fewer than 2
-    dimensions. A bias before a sum over ranks counts once per rank: leave it to a module behind, or to
-    RowParallelLinear.
+    The collective must use dimension 0 and op="sum", without splits= and reduce_dtype=. A pair is not fused
 
-    overlap  of all pairs, as of the layers: "auto", "off", OverlapConfig(...), a dict
+    - if either module has a hook, or a different forward: a subclass, a parametrization, a torch.compile of its own, or
+      a library that replaces nn.Linear.forward;
+    - on one rank, and if x has fewer than 2 dimensions.
+
+    A bias before a sum over ranks is added once per rank. Add it in a later module instead, or use RowParallelLinear.
+
+    overlap  for all pairs, as in the layers: "auto", "off", OverlapConfig(...) or a dict
     """
 
     def __init__(self, *modules: Any, overlap: Overlap = "auto") -> None:
         super().__init__(*modules)
-        as_config("nn.Sequential", overlap, "column")  # that it is one
+        as_config("nn.Sequential", overlap, "column")  # raises if it is invalid
         self.overlap = overlap
 
     def forward(self, x: Any) -> Any:
@@ -270,7 +278,7 @@ class Sequential(torch.nn.Sequential):
         return x
 
     def fused_pairs(self) -> list[tuple[int, int]]:
-        """The indices of the modules that would be run as one now: hooks come and go."""
+        """Return the index pairs of the modules that would be fused now. Hooks change them."""
         modules = list(self)
         pairs: list[tuple[int, int]] = []
         for at in range(len(modules)):
@@ -279,8 +287,8 @@ class Sequential(torch.nn.Sequential):
         return pairs
 
 
-# Two neighbours, by their exact types, as a subclass may have another forward: what the options of the collective must
-# be, and what runs the two as one.
+# Adjacent modules, by exact type because a subclass may have a different forward -> the required options of the
+# collective, and the function that runs both.
 _FUSED: dict[tuple[type, type], tuple[dict[str, object], Callable[[Any, Any, Tensor, Overlap], Tensor]]] = {
     (torch.nn.Linear, ReduceScatter): (
         {"dim": 0, "op": "sum"},
@@ -304,7 +312,7 @@ _FUSED: dict[tuple[type, type], tuple[dict[str, object], Callable[[Any, Any, Ten
 
 
 def _fused(modules: list[Any], at: int) -> Callable[[Any, Any, Tensor, Overlap], Tensor] | None:
-    """What runs the module at `at` and the next one as one; None: run them one by one."""
+    """Return the function that runs the modules `at` and `at + 1` fused; None: run them separately."""
     if at + 1 == len(modules):
         return None
     first, second = modules[at : at + 2]
@@ -313,14 +321,14 @@ def _fused(modules: list[Any], at: int) -> Callable[[Any, Any, Tensor, Overlap],
         return None
     collective = first if isinstance(first, Operation) else second
     summed_bias = collective is second and first.bias is not None
-    given = {name: value for name, value in collective.options.items() if value is not None}
-    return function if given == options and collective.comm.size > 1 and not summed_bias else None
+    passed = {name: value for name, value in collective.options.items() if value is not None}
+    return function if passed == options and collective.comm.size > 1 and not summed_bias else None
 
 
-_FORWARDS = (torch.nn.Linear.forward, Operation.forward)  # libraries replace the first for all layers at once
+_FORWARDS = (torch.nn.Linear.forward, Operation.forward)  # some libraries replace Linear.forward globally
 
 
 def _is_plain(module: torch.nn.Module) -> bool:
-    """Calling it is running its class's forward, and nothing else."""
-    own_forward = "forward" in module.__dict__ or type(module).forward not in _FORWARDS
-    return not (own_forward or is_hooked(module))
+    """Return whether calling the module only runs the original forward of its class."""
+    custom_forward = "forward" in module.__dict__ or type(module).forward not in _FORWARDS
+    return not (custom_forward or is_hooked(module))

@@ -1,10 +1,10 @@
-"""The collectives as custom operators, torch.ops.pynccl.*, for what traces: torch.compile, fake tensors, export.
+"""The collectives as custom operators, torch.ops.pynccl.*, for tracing: torch.compile, fake tensors, export.
 
-Each is made from a `Collective`: the kernel and the shapes from `prepare`, the backward from its adjoint, the vmap rule
-from its batched parameters. A communicator is named by the string `key_of(comm)`. Operators have no forward mode:
-they raise, where torch would drop the tangent. Under torch.compile no nodes are added (see ops/__init__.py), so
-requires_grad must be the same on all ranks; and a collective whose result is not used is dropped from the graph, on all
-ranks alike if they run the same program.
+Each operator is built from a `Collective`: the kernel and the shapes from `prepare`, the backward from `adjoint`, the
+vmap rule from `batched`. The string `key_of(comm)` identifies a communicator. Operators do not support forward mode:
+they raise an error, where torch would silently drop the tangent. Under torch.compile no grad_fn is added (see
+ops/__init__.py), so requires_grad must be the same on all ranks. torch.compile removes a collective whose result is not
+used; ranks that run the same program all remove it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pynccl import Communicator
 
-from .collective import Collective, communicator, key_of, refuse_group
+from .collective import Collective, check_not_in_group, communicator, key_of
 from .ops.all_gather import AllGather, ReduceScatter, Split
 from .ops.all_reduce import AllReduce, Copy
 from .ops.all_to_all import AllToAll
@@ -48,43 +48,43 @@ FUNCTIONS: tuple[type[Collective], ...] = (
 
 
 def run_operator(comm: Communicator, function: type[Collective], x: Tensor, *params: Any) -> Tensor:
-    """`collective.run`, by operators only: backward passes of operators may be traced too."""
+    """Run a collective as an operator, also in the backward passes of operators, which may be traced."""
     return function.operator(x, key_of(comm), *params)
 
 
-def _refuse_tangents(function: type[Collective]) -> None:
-    """Raise within forward mode: whether x has a tangent can no longer be seen down here. It is off where a Function
-    that has a rule of its own for tangents calls the operator."""
+def _check_no_tangents(function: type[Collective]) -> None:
+    """Raise in forward mode: the kernel cannot see whether x has a tangent. Forward mode is off if a Function, which
+    has a jvp rule, calls the operator."""
     if in_forward_mode() and forward_mode_is_on():
         raise NotImplementedError(
-            f"torch.ops.pynccl.{function.name} has no forward mode, and so under torch.compile neither has "
-            "pynccl_autograd; call its functions outside torch.compile, where they have"
+            f"torch.ops.pynccl.{function.name} has no forward mode, so pynccl_autograd does not support it under "
+            "torch.compile; call its functions outside torch.compile"
         )
 
 
 def _register(function: type[Collective]) -> None:
     def kernel(x: Tensor, comm: str, *params: Any) -> Tensor:
-        _refuse_tangents(function)
+        _check_no_tangents(function)
         launch, result = function.prepare(x, communicator(comm), *params)
         if function.communicates:
-            refuse_group(function.name)
+            check_not_in_group(function.name)
         launch(None)
         return result()
 
     def fake(x: Tensor, comm: str, *params: Any) -> Tensor:
-        _refuse_tangents(function)
+        _check_no_tangents(function)
         return function.prepare(x, communicator(comm), *params).result()
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, key, *ctx.params = inputs
         ctx.comm, ctx.shape = communicator(key), x.shape
-        ctx.ask_for_token = None if detect_fake_mode() else save_token()
+        ctx.fetch_token = None if detect_fake_mode() else save_token()
         if not function.linear:
             ctx.save_for_backward(x, output)
 
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.ask_for_token is not None:
-            ctx.ask_for_token()
+        if ctx.fetch_token is not None:
+            ctx.fetch_token()
         dx = function.cotangent(run_operator, ctx.comm, g, ctx.shape, ctx.saved_tensors, ctx.params)
         return dx, None, *(None,) * len(ctx.params)
 

@@ -1,7 +1,8 @@
-"""Plans of well-known models for `parallelize`: data, to be copied and changed.
+"""Plans of common models for `parallelize`. A plan is a dict that you can copy and change.
 
-A plan maps a pattern of module paths to what becomes of these modules. In a pattern * is one part of a path (or a piece
-of one), ** any number of parts; a number counts the layers of a list, -1 is its last one.
+A plan maps a pattern of module paths to what `parallelize` does with these modules. In a pattern, * matches one
+component of a path or a substring of it, and ** any number of components. A number is the index in a list of layers; -1
+is the last one.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ bert: Plan = {
     "**.encoder.layer.*.output.LayerNorm": "sequence",
     "**.encoder.layer.-1": "sequence_end",
     "**.pooler.dense": "replicated",
-    "**.cls.predictions": "replicated",  # whose bias is that of its decoder
+    "**.cls.predictions": "replicated",  # shares its bias with the decoder
     "**.cls.predictions.transform.*": "replicated",
     "**.cls.predictions.decoder": "vocab_head",
 }

@@ -1,9 +1,9 @@
-"""Activation checkpoints: every rank computes a checkpointed region anew at the same point of the backward pass.
+"""Activation checkpointing: recompute a checkpointed region at the same point of the backward pass on every rank.
 
-torch.utils.checkpoint (not the reentrant kind) does so when the first tensor that was saved in the region is asked
-for, which differs from rank to rank where one has saved less, a frozen parameter for example. Collectives in the region
-would then meet the adjoints of other ranks. So each node of a collective saves a token, and asks for it before it
-communicates. A token is saved only where there are hooks of saved tensors.
+Non-reentrant torch.utils.checkpoint recomputes a region when the backward pass first reads a tensor saved in it. Ranks
+that save different tensors, e.g. because a parameter is frozen on one, would recompute at different points, and
+collectives of the region would be matched with adjoints on other ranks. Therefore each collective's node saves a token,
+and fetches it before it communicates. A token is saved only if saved-tensor hooks are active.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from .torch_internals import (
 
 _TOKEN = torch.empty(0)
 
-AskForToken = Callable[[], Any] | None
+FetchToken = Callable[[], Any] | None
 
 
-def save_token() -> AskForToken:
-    """Save a token, as the hooks of saved tensors say: what asks for it again, None where there are no hooks.
+def save_token() -> FetchToken:
+    """Save a token through the saved-tensor hooks, and return a function that fetches it; None if there are no hooks.
 
-    Called after the communication of a forward pass: a region that is computed anew may end here."""
+    Call it after the forward communication: the recomputation of a region may stop here."""
     if saved_tensors_hooks(False) is None:
         return None
     with torch.no_grad():
@@ -42,42 +42,43 @@ def save_token() -> AskForToken:
 
 
 def _save_in_outer_regions() -> None:
-    """Count the collective in the regions around the innermost one too, whose hooks torch does not ask.
+    """Save a token in the outer regions too: torch calls only the hooks of the innermost one.
 
-    Otherwise a rank that saves nothing after an inner region would leave the outer one before it, and skip the
-    collectives of the inner one, which the others call."""
+    Otherwise a rank that saves nothing after an inner region would stop the recomputation of the outer region before
+    the inner one, and skip collectives that the other ranks call."""
     with without_hooks() as hooks:
         for pack, _ in hooks[1:]:
-            # Nothing else is saved out there after this collective; the rest of the region calls none.
+            # If this raises, the outer region saves nothing more, so it has no collective after this one.
             with contextlib.suppress(StopRecomputation):
                 pack(_TOKEN)
 
 
 _T = TypeVar("_T")
-# What was chosen in the first pass of a region, by home and key, and how many of them each recomputation has had.
-_chosen: weakref.WeakKeyDictionary[Any, dict[Any, list[Any]]] = weakref.WeakKeyDictionary()
-_taken: weakref.WeakKeyDictionary[Any, dict[Any, int]] = weakref.WeakKeyDictionary()
+# Per region: the choices of its first run by (scope, key), and how many of them each recomputation has replayed.
+_choices: weakref.WeakKeyDictionary[Any, dict[Any, list[Any]]] = weakref.WeakKeyDictionary()
+_replayed: weakref.WeakKeyDictionary[Any, dict[Any, int]] = weakref.WeakKeyDictionary()
 
 
-def as_in_first_pass(home: Any, key: Any, choose: Callable[[], _T], lasting: bool = False) -> tuple[_T, bool]:
-    """What `choose` returned when a checkpointed region ran first, and True, where the region is computed anew; else
-    what it returns now, and False. home and key tell the choices of a region apart, equal ones their order.
+def replay_choice(scope: Any, key: Any, choose: Callable[[], _T], constant: bool = False) -> tuple[_T, bool]:
+    """Return (choice, replayed). While a checkpointed region is recomputed, `choice` is what `choose` returned when the
+    region first ran, and `replayed` is True; otherwise it is `choose()`, and False.
 
-    lasting  `choose` will return the same then: that of the reentrant kind need not be remembered"""
-    if lasting and saved_tensors_hooks(False) is None and backward_pass() < 0:
+    scope, key  identify the choice within a region; choices with the same scope and key are replayed in order
+    constant    `choose` will return the same value during recomputation, so reentrant checkpoints need not store it"""
+    if constant and saved_tensors_hooks(False) is None and backward_pass() < 0:
         return choose(), False
     regions = checkpointed_regions()
-    found, anew = None, False
+    choice, replay = None, False
     for region, number in regions:
-        if number is not None:  # the innermost that is computed anew: what is in it ran in it before
-            chosen, taken = _chosen.get(region, {}).get((home, key), ()), _taken.setdefault(region, {})
-            at = taken[home, key, number] = taken.get((home, key, number), -1) + 1
-            anew = at < len(chosen)
-            found = chosen[at] if anew else None
+        if number is not None:  # the innermost region that is recomputed: its calls ran in it before
+            choices, replayed = _choices.get(region, {}).get((scope, key), ()), _replayed.setdefault(region, {})
+            at = replayed[scope, key, number] = replayed.get((scope, key, number), -1) + 1
+            replay = at < len(choices)
+            choice = choices[at] if replay else None
             break
-    if not anew:
-        found = choose()
+    if not replay:
+        choice = choose()
     for region, number in regions:
         if number is None:
-            _chosen.setdefault(region, {}).setdefault((home, key), []).append(found)
-    return cast(_T, found), anew
+            _choices.setdefault(region, {}).setdefault((scope, key), []).append(choice)
+    return cast(_T, choice), replay

@@ -1,16 +1,17 @@
-"""Random numbers of tensor-parallel models: equal on all ranks where activations are, different where they are cut.
+"""Random numbers in tensor-parallel models: equal on all ranks for replicated activations, different for sharded ones.
 
-    ad.rng.seed(1234, comm)          # once; with data parallelism, 1234 + this rank's place along that axis
-    y = F.dropout(x, 0.1)            # x is equal on all ranks: so is y
+    ad.rng.seed(1234, comm)          # once; with data parallelism, 1234 + the data-parallel rank
+    y = F.dropout(x, 0.1)            # x is replicated, and so is y
     with ad.rng.cut(comm):
-        y = F.dropout(x, 0.1)        # x is this rank's part: its numbers are its own
+        y = F.dropout(x, 0.1)        # x is this rank's shard: each rank draws different numbers
 
-torch's default generators stay equal on all ranks. A cut block takes one number from that of the CPU, and seeds with it
-and the rank the generators that are used within. So nothing has to be kept but the default generators: what saves and
-restores them, as torch.utils.checkpoint does, has the cut blocks draw the same numbers again. And they stay equal where
-ranks draw more or fewer numbers in the block than others.
+torch's default generators stay equal on all ranks. A `cut` block draws one number from the CPU generator and, within
+the block, seeds the generators with this number and the rank. The default generators are therefore the only state: if
+you save and restore them, as torch.utils.checkpoint does, the cut blocks draw the same numbers again. They also stay
+equal if ranks draw different amounts of numbers in the block.
 
-One rank a process: torch has one default generator. A block is refused by torch while a CUDA graph is captured.
+Use one process per rank, because torch has one set of default generators per process. torch does not allow a `cut`
+block while a CUDA graph is captured.
 """
 
 from __future__ import annotations
@@ -31,44 +32,42 @@ from .arguments import as_int, check_comm
 
 _seeded: weakref.WeakSet[Communicator] = weakref.WeakSet()
 _blocks = threading.local()
-_LARGEST = 2**63 - 1
-_STEP = 0x9E3779B9  # odd: its multiples by less than 2**32 differ in the 32 bits that torch's CPU generator looks at
+_MAX_SEED = 2**63 - 1
+_SEED_STRIDE = 0x9E3779B9  # odd: rank * stride differs in the low 32 bits, all that torch's CPU generator uses
 
 
 def seed(seed: int, comm: Communicator) -> None:
-    """Seed torch's default generators equally on all ranks of `comm`, the ranks that activations are cut over.
+    """Seed torch's default generators equally on all ranks of `comm`, the ranks that activations are sharded over.
 
-    Replicas of the model, which see other data, should pass another seed. Every rank must call it. For several
-    communicators, call it for each, with the same seed. ValueError, on all ranks, if they passed different seeds.
+    Every rank must call it. Use a different seed for each data-parallel replica. If there are several communicators,
+    call it for each with the same seed. ValueError on all ranks if they passed different seeds.
     """
     check_comm("rng.seed", comm, seed=seed)
     number = as_int(seed)
-    if number is None or not 0 <= number <= _LARGEST:
+    if number is None or not 0 <= number <= _MAX_SEED:
         raise ValueError(f"rng.seed: seed is {shown(seed)}, expected an integer from 0 to 2**63 - 1")
     comm.check_alive()
     seeds = [row[0] for row in gathered(comm, [number])]
     if len(set(seeds)) > 1:
-        raise ValueError(f"rng.seed: the ranks passed the seeds {shown(seeds)}, expected the same one from all of them")
+        raise ValueError(f"rng.seed: the ranks passed the seeds {shown(seeds)}, expected the same seed on all ranks")
     torch.manual_seed(number)
     _seeded.add(comm)
 
 
 @contextlib.contextmanager
 def cut(comm: Communicator) -> Iterator[None]:
-    """Within the block this rank draws its own numbers, on the CPU and on the communicator's GPU.
+    """Within the block, each rank draws different random numbers, on the CPU and on the communicator's GPU.
 
-    Every rank must enter it. Blocks may be nested, over other communicators. RuntimeError before `seed(.., comm)`.
+    Every rank must enter it. Blocks of different communicators may be nested. RuntimeError before `seed(.., comm)`.
     """
     check_comm("rng.cut", comm)
     if comm not in _seeded:
-        raise RuntimeError(
-            "rng.cut: the generators are not known to be equal on all ranks; call ad.rng.seed(seed, comm)"
-        )
+        raise RuntimeError("rng.cut: the generators may differ between ranks; call ad.rng.seed(seed, comm) first")
     number = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
     block, stack = _Block(comm, _generators(comm)), _stack()
     try:
         for generator in block.generators:
-            generator.manual_seed((number + comm.rank * _STEP) % 2**63)
+            generator.manual_seed((number + comm.rank * _SEED_STRIDE) % 2**63)
         _blocks.stack = [*stack, block]
         yield
     finally:
@@ -78,9 +77,9 @@ def cut(comm: Communicator) -> Iterator[None]:
 
 @contextlib.contextmanager
 def equal(comm: Communicator) -> Iterator[None]:
-    """Within a cut block of `comm`: what is drawn here is equal on all its ranks, as outside of that block.
+    """Within the block, all ranks of `comm` draw equal numbers again. Use it in a `cut` block of `comm`.
 
-    So a layer whose input is equal on all ranks draws, wherever it is called. Elsewhere it does nothing."""
+    A layer whose input is replicated can use it wherever it is called. Outside of a `cut` block it has no effect."""
     check_comm("rng.equal", comm)
     blocks = [block for block in _stack() if block.comm is comm]
     if not blocks:
@@ -97,26 +96,30 @@ def equal(comm: Communicator) -> Iterator[None]:
         within.leave()
 
 
-def agree(name: str, comm: Communicator) -> None:
-    """See to it that the generators are known to be equal on all ranks: without seed(.., comm) their states are
-    compared, once. RuntimeError, on all ranks, where they differ. Every rank must call it."""
+def check_equal_states(name: str, comm: Communicator) -> None:
+    """Check that the generators are equal on all ranks. After seed(.., comm) they are; else compare their states, once.
+
+    Every rank must call it. RuntimeError on all ranks if the states differ."""
     if comm in _seeded:
         return
-    if difference(comm, {"states": [bytes(one.get_state().tolist()) for one in _generators(comm)]}) is not None:
+    if (
+        difference(comm, {"states": [bytes(generator.get_state().tolist()) for generator in _generators(comm)]})
+        is not None
+    ):
         raise RuntimeError(
-            f"{name}: torch's generators have other states on other ranks, and what all ranks draw has to be equal; "
+            f"{name}: the states of torch's generators differ between ranks, but all ranks must draw equal numbers; "
             "call ad.rng.seed(seed, comm)"
         )
     _seeded.add(comm)
 
 
 def _generators(comm: Communicator) -> list[torch.Generator]:
-    """torch's default ones, of the CPU and of the communicator's GPU."""
+    """Return torch's default generators of the CPU and of the communicator's GPU."""
     return [torch.default_generator, *([] if comm.library.is_host else [torch.cuda.default_generators[comm.ordinal]])]
 
 
 class _Block:
-    """What generators are to go on with after a block."""
+    """The states that generators return to after a block."""
 
     def __init__(self, comm: Communicator, generators: list[torch.Generator]) -> None:
         self.comm, self.generators = comm, generators
@@ -128,10 +131,11 @@ class _Block:
 
 
 def get_state() -> dict[str, Tensor]:
-    """The state of the generators, for a checkpoint: equal on all ranks of the communicators that were seeded.
+    """Return the state of the generators, for a checkpoint.
 
-    {"cpu": uint8 [..], "cuda": uint8 [..] of the current GPU, where there is one}, of tensors on the CPU. So one rank's
-    serves all of them, also another number of ranks. RuntimeError before `seed`, and within a cut block.
+    {"cpu": uint8 [..], "cuda": uint8 [..]}, tensors on the CPU; "cuda" is that of the current GPU, if there is one. The
+    state is equal on all ranks of the seeded communicators, so saving it on one rank is enough, and you can restore it
+    on a different number of ranks. RuntimeError before `seed`, and within a `cut` block.
     """
     _check_outside("get_state")
     state = {"cpu": torch.get_rng_state()}
@@ -141,11 +145,13 @@ def get_state() -> dict[str, Tensor]:
 
 
 def set_state(state: Mapping[str, Tensor]) -> None:
-    """Go on from a state of `get_state`. Call `seed` first, which tells over which ranks. Errors: see there."""
+    """Restore a state that `get_state` returned. Call `seed` first, to set the communicators.
+
+    RuntimeError before `seed`, and within a `cut` block. TypeError or ValueError for a wrong state."""
     instance(state, Mapping, "rng.set_state: state", "what ad.rng.get_state() returned")
     for device, like in get_state().items():
         found = state.get(device)
-        if found is None and device == "cuda":  # it was saved where there was no GPU
+        if found is None and device == "cuda":  # saved without a GPU
             continue
         if not isinstance(found, Tensor) or found.dtype != torch.uint8 or found.shape != like.shape:
             raise ValueError(
@@ -155,7 +161,7 @@ def set_state(state: Mapping[str, Tensor]) -> None:
 
 
 def _stack() -> list[_Block]:
-    """The blocks around, the innermost last."""
+    """Return the enclosing blocks, innermost last."""
     stack: list[_Block] = getattr(_blocks, "stack", [])
     return stack
 
@@ -164,4 +170,6 @@ def _check_outside(name: str) -> None:
     if not len(_seeded):
         raise RuntimeError(f"rng.{name}: no generator was seeded; call ad.rng.seed(seed, comm)")
     if _stack():
-        raise RuntimeError(f"rng.{name}: within `with ad.rng.cut(comm)` the state is this rank's own; call it outside")
+        raise RuntimeError(
+            f"rng.{name}: the state differs between ranks within `with ad.rng.cut(comm)`; call it outside"
+        )

@@ -1,11 +1,10 @@
-"""The side stream of a communicator, and how the caller's stream and it wait for each other.
+"""The side stream of a communicator, and its synchronization with the caller's stream.
 
-The one place in this package that knows CUDA from the host library. On a GPU the caller's stream is torch's current
-one, and waiting is queued there; with the host library the caller is this thread, which works at once and so blocks.
+Only this file distinguishes CUDA from the host library. On a GPU the caller's stream is torch's current stream, and
+waits are enqueued there. With the host library the caller is the current thread, which works synchronously and blocks.
 
-The caller may have another current stream when he waits than when he started. Memory that was made on the first goes
-back to it when it is dropped, and is used anew there: so the first one waits too, and the allocator is told of the
-second.
+The current stream at wait() may differ from that at start(). The allocator returns memory to the stream of start() when
+it is freed, and reuses it there. That stream therefore waits too, and the allocator records the stream of wait().
 """
 
 from __future__ import annotations
@@ -23,65 +22,67 @@ from pynccl.bindings.values import shown
 from pynccl.comm.observers import waiting
 from pynccl.interop.streams import Handle, stream_handle
 
-HIGH = -1  # the priority of communication
+HIGH = -1  # priority of communication streams
 
 
-class Kept(list[Any]):
-    """A keeper that keeps what was enqueued for as long as it lives."""
+class KeepAliveList(list[Any]):
+    """A keeper that keeps enqueued buffers alive for as long as it lives."""
 
     hold = list.append
 
 
 def wait_for(streams: Iterable[Any]) -> None:
-    """Let the caller's streams wait for these, as `made_on` returned them."""
+    """Make the caller's streams wait for these streams, which `producer_stream` returned."""
     for stream in streams:
         if stream is not None and stream != (here := torch.cuda.current_stream(stream.device)):
             here.wait_stream(stream)
 
 
 class SideStream:
-    """Where collectives run beside the caller's work: of the host library, whose caller works at once and so blocks."""
+    """A stream on which collectives overlap with the caller's work. This class is for the host library, whose caller
+    works synchronously and blocks."""
 
     def __init__(self, comm: Communicator, stream: Any = None) -> None:
         self.stream = stream or pynccl.create_stream(library=comm.library)
 
     def handle(self, keeper: Any) -> Any:
-        """For `stream=`; keeper.hold is given what is enqueued there, and keeps it until `wait` or `wait_on`. The host
-        library's streams keep it themselves."""
+        """Return the argument `stream=` for launches. keeper.hold gets each enqueued buffer and must keep it alive
+        until `wait` or `wait_on`. The streams of the host library keep buffers themselves."""
         return self.stream
 
     def wait_for_caller(self) -> Any:
-        """Work launched here from now on starts after what the caller has launched so far. Returns his stream."""
+        """Make later work on this stream wait for what the caller has launched so far. Returns the caller's stream."""
 
     def record(self) -> Any:
-        """The end of what was launched here so far: an event for `wait`."""
+        """Record an event after what was launched here so far, for `wait`."""
         return self.stream.record()
 
     def wait(self, event: Any) -> Any:
-        """What the caller launches from now on starts after the event. Raises what went wrong before it. Returns the
-        caller's stream."""
+        """Make the caller's stream wait for the event, and return that stream. Raises errors that occurred before
+        it."""
         with waiting():
             event.synchronize()
 
-    def wait_on(self, home: Any, event: Any) -> None:
-        """The same for the stream `home`, whoever the caller is."""
+    def wait_on(self, stream: Any, event: Any) -> None:
+        """Make the given stream wait for the event."""
         event.synchronize()
 
-    def release(self, home: Any, here: Any, result: Tensor | None) -> None:
-        """The buffers of the stream `home` are free after what was launched on `here` so far, and the result, which may
-        be one of them, is used on `here`."""
+    def release(self, start_stream: Any, wait_stream: Any, result: Tensor | None) -> None:
+        """Let the allocator reuse the buffers of `start_stream` after what was launched on `wait_stream` so far. The
+        result, which may be one of the buffers, is used on `wait_stream`."""
 
     def share(self, made: Tensor, on: Any) -> None:
-        """The caller may use what was made on the stream `on`, and drop it."""
+        """Let the caller's stream use, and free, a tensor that was made on the stream `on`."""
 
 
 class _CudaSide(SideStream):
-    """Buffers belong, with torch's allocator, to the stream that was current when they were made: at start(). The
-    allocator need not be told of the side stream, since they are kept until that one has waited for it."""
+    """The side stream on a GPU. torch's allocator assigns buffers to the stream that was current when they were made,
+    at start(). It need not know the side stream, because the buffers are kept until the stream of start() has
+    waited."""
 
     def __init__(self, comm: Communicator, stream: Any = None, priority: int = HIGH) -> None:
         self.device = torch.device(comm.device)
-        # Of a high priority: a collective must be resident before a large matmul fills the GPU.
+        # High priority: a collective must be resident before a large matmul fills the GPU.
         self.owner = (
             pynccl.create_stream(comm.device, priority=priority, library=comm.library) if stream is None else stream
         )
@@ -94,58 +95,58 @@ class _CudaSide(SideStream):
         return handle
 
     def wait_for_caller(self) -> Any:
-        home = torch.cuda.current_stream(self.device)
-        self.stream.wait_stream(home)
-        return home
+        caller = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(caller)
+        return caller
 
     def record(self) -> Any:
         return self.stream.record_event()
 
     def wait(self, event: Any) -> Any:
-        here = torch.cuda.current_stream(self.device)
+        caller = torch.cuda.current_stream(self.device)
         with waiting():
-            here.wait_event(event)
-        return here
+            caller.wait_event(event)
+        return caller
 
-    def wait_on(self, home: Any, event: Any) -> None:
-        home.wait_event(event)
+    def wait_on(self, stream: Any, event: Any) -> None:
+        stream.wait_event(event)
 
-    def release(self, home: Any, here: Any, result: Tensor | None) -> None:
-        if here != home:
-            home.wait_stream(here)
+    def release(self, start_stream: Any, wait_stream: Any, result: Tensor | None) -> None:
+        if wait_stream != start_stream:
+            start_stream.wait_stream(wait_stream)
             if result is not None:
-                result.record_stream(here)
+                result.record_stream(wait_stream)
 
     def share(self, made: Tensor, on: Any) -> None:
         share(made, on)
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether the caller's work on a GPU is captured into a CUDA graph."""
-    with torch.cuda.device(device):  # torch asks the current stream of the current GPU
+    """Return whether the caller's work on a GPU is being captured into a CUDA graph."""
+    with torch.cuda.device(device):  # torch checks the current stream of the current GPU
         return torch.cuda.is_current_stream_capturing()
 
 
-def made_on(x: Tensor) -> Any:
-    """The stream on which the caller makes something of x now; None for what is done when it is made."""
+def producer_stream(x: Tensor) -> Any:
+    """Return the stream on which work of the caller on x runs now; None on the CPU."""
     return torch.cuda.current_stream(x.device) if x.is_cuda else None
 
 
 def share(made: Tensor, on: Any) -> None:
-    """The caller's stream waits for what was made on the stream `on`, and torch's allocator for the caller's stream:
-    both only where that is another stream."""
-    here = torch.cuda.current_stream(on.device)
-    if here != on:
-        here.wait_stream(on)
-        made.record_stream(here)
+    """Let the current stream use a tensor that was made on the stream `on`: if the two differ, the current stream waits
+    for `on`, and torch's allocator records it."""
+    current = torch.cuda.current_stream(on.device)
+    if current != on:
+        current.wait_stream(on)
+        made.record_stream(current)
 
 
 _sides: weakref.WeakKeyDictionary[Communicator, dict[int, SideStream]] = weakref.WeakKeyDictionary()
 
 
 def side_stream(comm: Communicator, priority: int = HIGH) -> SideStream:
-    """The communicator's side stream of a priority; made on first use, and once. Below 0 they are one, and from 0 on:
-    a process has 8 queues to a GPU, and streams that share one wait for each other."""
+    """Return the communicator's side stream of a priority, created at first use. There are two: one for priorities
+    below 0, one for the others. A process has 8 queues to a GPU, and streams that share a queue wait for each other."""
     priority = HIGH if priority < 0 else 0
     sides = _sides.setdefault(comm, {})
     side = sides.get(priority)
@@ -155,23 +156,27 @@ def side_stream(comm: Communicator, priority: int = HIGH) -> SideStream:
 
 
 def share_side_streams(comm: Communicator, child: Communicator) -> None:
-    """Let another communicator of the same GPU use the side streams of `comm`: what is issued on both runs in one
-    order, on every rank. Two communicators at work at once may wait for each other's multiprocessors for ever."""
+    """Let another communicator of the same GPU use the side streams of `comm`, so that the work of both runs in the
+    same order on every rank. Concurrent collectives of two communicators may deadlock waiting for each other's SMs."""
     _sides[child] = _sides.setdefault(comm, {})
 
 
 def set_side_stream(comm: Communicator, stream: Any) -> None:
-    """Let start() and overlapped layers communicate on a stream of the caller's: of torch, of cuda.core, of pynccl.
+    """Set the stream on which `start` and overlapped layers communicate.
 
-    Call it before the first of them on every rank; RuntimeError afterwards, when work may be under way on another one.
-    The stream has to be of the communicator's device, and to live as long as the communicator."""
+    comm    communicator
+    stream  a stream of torch, cuda.core or pynccl, on the communicator's device; it must live as long as `comm`
+
+    Call it on every rank before the first `start` or overlapped layer; RuntimeError afterwards, because work may be in
+    progress on another stream. TypeError for a wrong stream."""
     if _sides.get(comm):
-        raise RuntimeError("set_side_stream: the communicator has used its own side stream; call it before that")
+        raise RuntimeError(
+            "set_side_stream: the communicator has already used its side stream; call it before start() and overlapped "
+            "layers"
+        )
     if comm.library.is_host:
         if not isinstance(stream, pynccl.Stream) or not hasattr(stream, "submit"):
-            raise TypeError(
-                f"set_side_stream: stream is {shown(stream)}, expected one that pynccl.create_stream() made"
-            )
+            raise TypeError(f"set_side_stream: stream is {shown(stream)}, expected one from pynccl.create_stream()")
         side = SideStream(comm, stream)
     else:
         side = _CudaSide(comm, stream)

@@ -1,8 +1,7 @@
-"""Every private name of torch that this package uses. They are touched in this file alone.
+"""All private names of torch that this package uses. Only this file uses them.
 
-Each has a comment that says what it is for. In a torch that has it no more it raises when it is used, with its name:
-what needs no such name works on. tests/autograd/test_torch_internals.py checks that all of them exist in the installed
-torch.
+A comment explains each name. If the installed torch lacks one, using it raises an error that names it, and everything
+else keeps working. tests/autograd/test_torch_internals.py checks that all of them exist in the installed torch.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ from torch.autograd.graph import get_gradient_edge
 
 from pynccl.watch.frames import outwards
 
-NAMES: list[str] = []  # all that are looked up below
+NAMES: list[str] = []  # all names that are looked up below
 
 
 class Missing:
-    """Stands for what this torch does not have; raises when it is used."""
+    """Placeholder for a name that this torch does not have. Raises when it is used."""
 
     def __init__(self, name: str) -> None:
         self.__dict__["name"] = name
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         raise NotImplementedError(
-            f"torch {torch.__version__} has no {self.__dict__['name']}, which pynccl_autograd needs here; use a "
-            "version of torch that it was tested with"
+            f"torch {torch.__version__} has no {self.__dict__['name']}, which pynccl_autograd needs here; use a torch "
+            "version that pynccl_autograd was tested with"
         )
 
     def __getattr__(self, attribute: str) -> Any:
@@ -41,7 +40,7 @@ class Missing:
 
 
 def _find(name: str) -> Any:
-    """What torch calls by this name."""
+    """Return the object of this name, or a `Missing`."""
     NAMES.append(name)
     try:
         return pkgutil.resolve_name(name)
@@ -51,51 +50,52 @@ def _find(name: str) -> Any:
 
 # Tensors.
 
-# Whether a tensor has memory: zero tensors and tensors of torch's old vmap have none.
+# Whether a tensor has a storage: zero tensors and tensors of torch's old vmap have none.
 has_storage: Callable[[Tensor], bool] = _find("torch._C._has_storage")
-# Whether a tensor stands for zeros without memory, as tangents and cotangents may.
+# Whether a tensor is a zero tensor without storage, as tangents and cotangents may be.
 is_zero_tensor: Callable[[Tensor], bool] = _find("torch.Tensor._is_zerotensor")
-# A tensor of a level of torch.func that has ended is what it wraps.
+# Unwraps a tensor of a torch.func level that has ended.
 unwrap_if_dead: Callable[[Tensor], Tensor] = _find("torch._C._functorch.unwrap_if_dead")
-# A view of a tensor that nobody else has, of which autograd does not know that it is one.
+# A view that autograd does not treat as one, for tensors without other references.
 _unsafe_view = _find("torch.ops.aten._unsafe_view.default")
 # All tensors in nested lists, tuples and dicts.
 _tree_leaves = _find("torch.utils._pytree.tree_leaves")
-# Copies many tensors, on a GPU in few kernels.
+# Copies many tensors; on a GPU with few kernels.
 copy_all: Callable[[Sequence[Tensor], Sequence[Tensor]], object] = _find("torch._foreach_copy_")
 
 _VALUES = frozenset((Tensor, torch.nn.Parameter))
 
 
 def reshaped(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """x, which nobody else has, in this shape: no view, so that it may be changed in place."""
+    """Reshape x, which must have no other references. autograd does not treat the result as a view, so that it may be
+    modified in place."""
     y: Tensor = _unsafe_view(x, tuple(shape))
     return y
 
 
 def is_traced(x: Tensor) -> bool:
-    """Whether x stands for a tensor in a trace. By the names of types, which need not be loaded."""
+    """Return whether x is a fake or functional tensor. Compares names, because the types need not be imported."""
     return type(x).__name__ in ("FakeTensor", "FunctionalTensor")
 
 
 def has_no_values(x: Tensor) -> bool:
-    """Whether x has a shape only."""
+    """Return whether x has a shape but no values."""
     return x.is_meta or (type(x) not in _VALUES and is_traced(x))
 
 
-# What traces: dispatch modes, such as fake tensors, make_fx, export and selective checkpointing.
+# Tracing by dispatch modes: fake tensors, make_fx, export and selective checkpointing.
 
-# How many modes are active; asked at every call.
+# Number of active modes; every call uses it.
 dispatch_modes: Callable[[], int] = _find("torch._C._len_torch_dispatch_stack")
-# Which of the two that have tensors without values is active.
+# The active mode of a kind: fake tensors or make_fx.
 _mode_of = _find("torch._C._get_dispatch_mode")
 _ModeKey = _find("torch._C._TorchDispatchModeKey")
-# The mode of fake tensors, also where it was entered by their use.
+# The active fake mode, including one that a fake tensor activated.
 detect_fake_mode: Callable[[], Any] = _find("torch._guards.detect_fake_mode")
 
 
 def is_tracing() -> bool:
-    """Whether tensors have no values now: torch.compile, fake tensors, make_fx."""
+    """Return whether tensors have no values now: in torch.compile, with fake tensors, in make_fx."""
     if torch.compiler.is_compiling():
         return True
     if not dispatch_modes():
@@ -105,56 +105,57 @@ def is_tracing() -> bool:
 
 # Forward mode.
 
-# A context in which forward mode is on, where torch has switched it off: within the jvp of a Function.
+# A context manager that turns forward mode on in the jvp of a Function, where torch has turned it off.
 forward_mode: Callable[[bool], contextlib.AbstractContextManager[Any]] = _find(
     "torch.autograd.forward_ad._set_fwd_grad_enabled"
 )
-# Whether it is on.
+# Whether forward mode is on.
 forward_mode_is_on: Callable[[], bool] = _find("torch._C._is_fwd_grad_enabled")
-# The number that this function reads.
+# `in_forward_mode` reads this number.
 _find("torch.autograd.forward_ad._current_level")
 
 
 def in_forward_mode() -> bool:
-    """Whether a level of forward mode is active, torch.func.jvp's included."""
+    """Return whether a level of forward mode is active, including those of torch.func.jvp."""
     return forward_ad._current_level >= 0
 
 
 # torch.func: its transforms are a stack of interpreters, one for each level.
 
-# Whether any is active; asked at every call.
+# Whether any transform is active; every call uses it.
 transforms_active: Callable[[], bool] = _find("torch._C._are_functorch_transforms_active")
-# The kinds of levels, and all interpreters, each of which has its kind by key().
+# The kinds of levels, and all interpreters; key() returns the kind of an interpreter.
 _TransformType = _find("torch._C._functorch.TransformType")
 _levels = _find("torch._functorch.pyfunctorch.retrieve_all_functorch_interpreters")
-# A context in which torch.func does not wrap the tensors that are made; NCCL needs their memory.
+# A context manager in which torch.func does not wrap new tensors, because NCCL needs their memory.
 unwrapped: Callable[[], Any] = _find("torch._C._DisableFuncTorch")
 
 
 @torch.compiler.assume_constant_result
 def check_compiled() -> None:
-    """Raise where torch.compile traces torch.func.grad: operators know torch's own autograd only."""
+    """Raise if torch.compile traces torch.func.grad, because custom operators support only torch.autograd."""
     if any(level.key() == _TransformType.Grad for level in _levels()):
         raise NotImplementedError(
-            "pynccl_autograd within torch.func.grad, vjp or jacrev within torch.compile; call torch.func outside of "
-            "torch.compile, or torch.autograd.grad on the compiled function's result"
+            "pynccl_autograd does not support torch.func.grad, vjp and jacrev under torch.compile; call torch.func "
+            "outside of torch.compile, or torch.autograd.grad on the result of the compiled function"
         )
 
 
-# Hooks of saved tensors, by which torch.utils.checkpoint works: a stack, each of (pack, unpack).
+# Saved-tensor hooks, which torch.utils.checkpoint uses: a stack of (pack, unpack).
 
-# (False) -> the innermost, or None; asked at every call.
+# (False) -> the innermost pair, or None; every call uses it.
 saved_tensors_hooks: Callable[[bool], Any] = _find("torch._C._autograd._top_saved_tensors_default_hooks")
 pop_saved_tensors_hooks: Callable[[], None] = _find("torch._C._autograd._pop_saved_tensors_default_hooks")
 push_saved_tensors_hooks: Callable[[Any, Any], None] = _find("torch._C._autograd._push_saved_tensors_default_hooks")
 
 
 def checkpointed_regions() -> list[tuple[Any, Any]]:
-    """The regions of torch.utils.checkpoint that this thread is in, innermost first: each an object, and None while it
-    runs first, or the number of the backward pass that it is computed anew for.
+    """Return the regions of torch.utils.checkpoint that this thread is in, innermost first. Each is (an object that
+    identifies the region, None in its first run or else the number of the backward pass that recomputes it).
 
-    They are what the hooks' functions close over, by torch's names, and of the reentrant kind, whose first pass runs
-    without gradients, what its Function is given; where those are others, no region is seen."""
+    Non-reentrant regions are found in the closures of the hooks, by the variable names of torch. Reentrant ones, whose
+    first run is under no_grad, are found in the frames of their Function. If torch changes these names, regions are not
+    found."""
     regions: list[tuple[Any, Any]] = []
     if saved_tensors_hooks(False) is not None:
         with without_hooks() as hooks:
@@ -167,7 +168,7 @@ def checkpointed_regions() -> list[tuple[Any, Any]]:
 
 @contextlib.contextmanager
 def without_hooks() -> Iterator[list[tuple[Any, Any]]]:
-    """Within, no hooks of saved tensors are on; those that were, innermost first."""
+    """Turn off all saved-tensor hooks within the block. Yields the hooks that were on, innermost first."""
     hooks: list[tuple[Any, Any]] = []
     try:
         while (top := saved_tensors_hooks(False)) is not None:
@@ -188,19 +189,19 @@ def _region_of(pack: Any) -> tuple[Any, Any] | None:
     return (held["frame"], None) if hasattr(held.get("frame"), "weak_holders") else None
 
 
-# What a checkpoint raises where the part that it computes anew is complete.
+# Raised by a checkpoint when it has recomputed all that it needs.
 StopRecomputation: type[Exception] = _find("torch.utils.checkpoint._StopRecomputationError")
 # The Function of the reentrant checkpoint.
 _CheckpointFunction = _find("torch.utils.checkpoint.CheckpointFunction")
 
 
 def reentrant_checkpoints() -> list[bool]:
-    """For each reentrant checkpoint whose forward pass is under way: whether an input of it needs a gradient here."""
+    """Return, for each reentrant checkpoint in its forward pass, whether one of its inputs requires grad."""
     return [any(ctx.needs_input_grad) for ctx, again in _reentrant() if not again]
 
 
 def _reentrant() -> Iterator[tuple[Any, bool]]:
-    """Of each reentrant checkpoint that is under way its context, and whether it is computed anew; innermost first."""
+    """Yield (context, whether it is being recomputed) of each active reentrant checkpoint, innermost first."""
     first, again = _CheckpointFunction.forward.__code__, _CheckpointFunction.backward.__code__
     for frame in outwards(sys._getframe(1)):
         if frame.f_code is first or frame.f_code is again:
@@ -209,49 +210,50 @@ def _reentrant() -> Iterator[tuple[Any, bool]]:
 
 # Backward passes.
 
-# Has a function called at the end of the backward pass that is under way.
+# Registers a function to call at the end of the current backward pass.
 queue_callback: Callable[[Callable[[], None]], None] = _find(
     "torch.autograd.variable.Variable._execution_engine.queue_callback"
 )
-# The number of that pass; a reentrant checkpoint has one of its own.
+# The number of that pass; a reentrant checkpoint has a different one.
 backward_pass: Callable[[], int] = _find("torch._C._current_graph_task_id")
 
-# Whether that pass comes to a node; RuntimeError for the leaf of a gradient that torch.autograd.grad returns.
-_comes_to = _find("torch._C._will_engine_execute_node")
+# Whether that pass executes a node; RuntimeError for a leaf whose gradient torch.autograd.grad returns.
+_will_execute_node = _find("torch._C._will_engine_execute_node")
 
 
 def accumulates(leaf: Tensor) -> bool:
-    """Whether the backward pass under way adds to a leaf's gradient: torch.autograd.grad, and backward(inputs=..)
-    without it, do not."""
+    """Return whether the current backward pass accumulates into leaf.grad. torch.autograd.grad does not, and neither
+    does backward(inputs=..) without this leaf."""
     if not leaf.requires_grad:
         return False
     if torch.compiler.is_compiling():
         return True
     try:
-        return bool(_comes_to(get_gradient_edge(leaf).node))
+        return bool(_will_execute_node(get_gradient_edge(leaf).node))
     except RuntimeError:
         return False
 
 
-# Whether a torch.profiler is under way in this thread.
+# Whether a torch.profiler is active in this thread.
 profiler_enabled: Callable[[], bool] = _find("torch.autograd._profiler_enabled")
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors in nested lists, tuples and dicts."""
+    """Return the tensors in nested lists, tuples and dicts."""
     return [leaf for leaf in _tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 # Modules.
 
-# Whether hooks on all modules are registered.
+# Whether global module hooks are registered.
 _any_hook_on_all = _find("torch.nn.modules.module._has_any_global_hook")
-_traced: list[bool] = []  # while traces have hooks on all modules: whether others had some before
+_traced: list[bool] = []  # one entry per active trace: whether there were other global hooks before it
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def is_hooked(module: torch.nn.Module) -> bool:
-    """Whether calling a module is more than running its forward: a hook on it or on all, or its own torch.compile."""
+    """Return whether calling a module does more than run its forward: it has hooks, there are global hooks, or it is
+    compiled with module.compile()."""
     if (_traced[0] if _traced else _any_hook_on_all()) or module._compiled_call_impl is not None:
         return True
     return has_hooks(module)
@@ -259,7 +261,7 @@ def is_hooked(module: torch.nn.Module) -> bool:
 
 @contextlib.contextmanager
 def hooking_all_modules() -> Iterator[None]:
-    """For a trace, whose hooks on all modules change nothing: for `is_hooked` those are none."""
+    """Make `is_hooked` ignore the global hooks of a trace, which do not change results."""
     _traced.append(_any_hook_on_all())
     try:
         yield
@@ -268,10 +270,10 @@ def hooking_all_modules() -> Iterator[None]:
 
 
 def has_hooks(module: torch.nn.Module) -> bool:
-    """Whether a hook was registered on it. Where that cannot be seen, it was."""
+    """Return whether a hook is registered on the module; True if this torch has no such attribute."""
     return any(getattr(module, name, True) for name in _HOOKS)
 
 
 def own_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
-    """Where the module keeps its parameters: the dict itself."""
+    """Return the dict in which the module stores its own parameters (not a copy)."""
     return module._parameters

@@ -1,15 +1,15 @@
-"""start: a differentiable collective beside other work, forwards and backwards.
+"""start: run a differentiable collective asynchronously, in the forward and in the backward pass.
 
     work = ad.start(ad.all_gather, x, comm, grad="sum")
-    ...                                                       # hides it
+    ...                                                       # overlaps with the collective
     y = work.wait()
 
-The collective runs on the communicator's side stream (streams.py). The graph has two nodes, which change roles in the
-backward pass: that of wait() starts the adjoint as soon as the cotangent of y is there, and that of start() waits for
-it, which the engine does after the backward of all that was computed in between.
+The collective runs on the communicator's side stream (streams.py). The graph gets two nodes, which swap roles in the
+backward pass: the node of wait() starts the adjoint as soon as the cotangent of y is available, and the node of start()
+waits for it. The engine runs the backward of everything computed in between before the node of start().
 
-Between the two nodes goes a token, a tensor of one element that stands for what is under way. It cannot be y itself:
-backwards, what goes along that edge is the adjoint's result, which may have another shape.
+A token, a tensor of one element, connects the two nodes. y itself cannot: in the backward pass the edge carries the
+result of the adjoint, which may have a different shape.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from pynccl.watch.caller_notes import calls_noted_as
 from pynccl.watch.frames import call_site
 
 from .checks import compare_backward, number_call
-from .collective import Call, Collective, refuse_group, require_grad, run, sees_operators
-from .recompute import AskForToken, save_token
-from .streams import made_on, share, side_stream
+from .collective import Collective, CollectiveCall, check_not_in_group, require_grad, run, runs_as_operator
+from .recompute import FetchToken, save_token
+from .streams import producer_stream, share, side_stream
 from .torch_internals import dispatch_modes, has_storage, in_forward_mode, transforms_active
 from .wire import Prepared
 
@@ -39,22 +39,27 @@ P = ParamSpec("P")
 
 
 def start(operation: Callable[P, Tensor], *args: P.args, **options: P.kwargs) -> Work:
-    """Begin `operation(*args, **options)`, one of this package's functions, on the communicator's side stream.
+    """Start `operation(*args, **options)` on the communicator's side stream and return a `Work`.
 
-    The input must not be changed before wait(). The result belongs to the graph of start(), wherever wait() is called:
-    started under torch.no_grad() it has no gradient, and else it has one, also if wait() is called under no_grad.
+    operation  a collective of this package, e.g. ad.all_gather; its arguments follow
 
-    wait() may be called under another CUDA stream than start(), and the Work dropped under a third. Each stream that
-    waits is ordered after the collective; that of start() then waits for the first of them too, since what it made
-    comes back to it.
+    Do not modify the input before wait(). The result belongs to the graph in which start() was called, wherever wait()
+    is called: a collective started under torch.no_grad() has no gradient, and any other has one, even if wait() is
+    called under no_grad.
 
-    max, min and prod raise NotImplementedError: their derivatives are more than one collective. Under torch.compile,
-    within torch.func's transforms and forward mode, and on one rank, the operation is done at once.
+    You may call wait() under a different CUDA stream than start(), and drop the Work under a third. Every stream that
+    waits is ordered after the collective. The stream of start() also waits for the first stream that called wait(),
+    because its allocator gets the buffers back.
+
+    Under torch.compile, in torch.func transforms, in forward mode and on one rank, the operation runs synchronously.
+
+    TypeError if `operation` is not a collective of this package. NotImplementedError for max, min and prod, whose
+    derivatives need more than one collective.
     """
     plan = attribute(operation, "plan")
     if not callable(plan):
         raise TypeError(
-            f"start: {shown(operation)} is no collective of pynccl_autograd; pass ad.all_reduce, ad.all_gather, ..."
+            f"start: {shown(operation)} is not a collective of pynccl_autograd; pass one, e.g. ad.all_reduce"
         )
     comm, call = plan(*args, **options)
     if torch.compiler.is_compiling():
@@ -68,27 +73,30 @@ def start(operation: Callable[P, Tensor], *args: P.args, **options: P.kwargs) ->
 
 
 class Work:
-    """A collective under way. `wait()` gives its result; any number of times, in any thread."""
+    """A collective in progress, from `start`. `wait()` returns its result, any number of times, in any thread."""
 
     def __init__(self, pending: _Pending | None, token: Tensor, on: Any = None) -> None:
         self._pending = pending
         self._token = token  # the result, if nothing is pending
-        self._on = on  # the stream on which that was made
+        self._on = on  # the stream on which the token was made
         self._result: Tensor | None = None if pending else token
 
     def wait(self) -> Tensor:
-        """The result; the caller's stream (on the CPU the caller) waits for it. Raises what went wrong under way."""
+        """Return the result, and make the current stream wait for it; on the CPU, block until it is there.
+
+        Raises the error of the collective if it failed.
+        """
         pending = self._pending
         if pending is None:
             if self._on is not None:
                 share(self._token, self._on)
             return self._token
         with pending.lock:
-            token = save_token()  # also where the result is there: a region that is computed anew asks for it once more
+            token = save_token()  # even if the result is there: a recomputed region fetches it again
             if self._result is None:
                 if transforms_active():
                     raise NotImplementedError(
-                        "wait: a collective that was started outside of a transform of torch.func; wait outside, too"
+                        "wait: the collective was started outside of this torch.func transform; call wait() outside too"
                     )
                 pending.tokens.append(token)
                 with torch.inference_mode(pending.inference), torch.set_grad_enabled(pending.recording):
@@ -98,12 +106,12 @@ class Work:
             return self._result
 
 
-def _start(comm: Communicator, call: Call) -> Work:
+def _start(comm: Communicator, call: CollectiveCall) -> Work:
     function, x, params = call
-    if dispatch_modes() or sees_operators(x) or transforms_active() or in_forward_mode() or not has_storage(x):
+    if dispatch_modes() or runs_as_operator(x) or transforms_active() or in_forward_mode() or not has_storage(x):
         return Work(None, run(comm, function, x, *params))
     if comm.size == 1:
-        return Work(None, run(comm, function, x, *params), made_on(x))
+        return Work(None, run(comm, function, x, *params), producer_stream(x))
     pending = _Pending(comm, function, x.shape, params)
     work = Work(pending, Started.apply(require_grad(x), pending))
     pending.tokens.append(save_token())
@@ -111,67 +119,67 @@ def _start(comm: Communicator, call: Call) -> Work:
 
 
 class _Pending:
-    """What the nodes of one start and its wait share."""
+    """The state that the nodes of one start() and its wait() share."""
 
     def __init__(
         self, comm: Communicator, function: type[Collective], shape: torch.Size, params: tuple[Any, ...]
     ) -> None:
         self.comm, self.function, self.shape, self.params = comm, function, shape, params
         self.call = number_call(comm, function.name) if comm.checking else None
-        self.site = call_site() if comm.recorded else ""
-        # Under what wait() has to be called, and what its node has to ask for before it communicates.
+        self.site = call_site() if comm._is_recorded else ""
+        # The modes that wait() must restore, and the tokens that its node must fetch before it communicates.
         self.recording, self.inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        self.tokens: list[AskForToken] = []
+        self.tokens: list[FetchToken] = []
         self.lock = threading.Lock()
-        self.adjoint: Work | None = None  # under way, in a backward pass
+        self.adjoint: Work | None = None  # in progress, during a backward pass
         self._side = side_stream(comm)
         self._prepared: Prepared | None = None
         self._buffers: list[Any] = []
-        self._home: Any = None  # the stream of start(), whose memory the buffers are
-        self._here: Any = None  # that of the first wait(), where the result was made
+        self._start_stream: Any = None  # the stream of start(), whose allocator owns the buffers
+        self._wait_stream: Any = None  # the stream of the first wait(), where the result is made
 
     def launch(self, x: Tensor) -> None:
         prepared = self.function.prepare(x, self.comm, *self.params)
-        refuse_group(self.function.name)
-        self._home = self._side.wait_for_caller()
+        check_not_in_group(self.function.name)
+        self._start_stream = self._side.wait_for_caller()
         self._prepared = prepared
         try:
             prepared.launch(self._side.handle(self))
-        finally:  # after an error too, some of it may be under way
+        finally:  # after an error too: part of it may be enqueued
             self._done = self._side.record()
 
     def hold(self, keep: Any) -> None:
-        """Keep what was enqueued until it is done."""
+        """Keep a buffer alive until the collective is done."""
         self._buffers.append(keep)
 
     def result(self) -> Tensor:
-        """The result, in the order of the caller's stream. Only then are the buffers let go."""
+        """Make the current stream wait, return the result, and release the buffers."""
         if self._prepared is None:
-            raise RuntimeError(f"start: the result of {self.function.name} was taken already")
-        self._here = self._side.wait(self._done)
+            raise RuntimeError(f"start: the result of {self.function.name} was already returned")
+        self._wait_stream = self._side.wait(self._done)
         prepared, self._prepared = self._prepared, None
         y: Tensor | None = None
         try:
             y = prepared.result()
             return y
         finally:
-            self._side.release(self._home, self._here, y)
+            self._side.release(self._start_stream, self._wait_stream, y)
             self._buffers.clear()
 
     def share(self, y: Tensor) -> None:
-        """It was waited for, and is once more: maybe under another stream."""
-        self._side.share(y, self._here)
+        """Let the current stream use a result that an earlier wait(), maybe under another stream, returned."""
+        self._side.share(y, self._wait_stream)
 
     def __del__(self) -> None:
-        # Never waited for: its buffers must not be used anew while it still writes to them. That is for the stream of
-        # start() to know: a finaliser runs in any thread, under any stream.
+        # If wait() was never called, the stream of start() must wait, so that the allocator does not reuse the buffers
+        # while the collective writes to them. A finalizer runs in any thread, under any current stream.
         if getattr(self, "_prepared", None) is not None:
             with contextlib.suppress(Exception):
-                self._side.wait_on(self._home, self._done)
+                self._side.wait_on(self._start_stream, self._done)
 
 
 class Started(Function):
-    """The collective begins; backwards, its adjoint is waited for.
+    """Start the collective; in the backward pass, wait for its adjoint.
 
     forward    x [..] -> token []
     backward   token [] -> dx [..]
@@ -190,7 +198,7 @@ class Started(Function):
 
 
 class Waited(Function):
-    """The collective is waited for; backwards, its adjoint begins.
+    """Wait for the collective; in the backward pass, start its adjoint.
 
     forward    token [] -> y [..]
     backward   g [..] -> token []
@@ -205,9 +213,9 @@ class Waited(Function):
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, None]:
         (g,) = cotangents
         pending: _Pending = ctx.pending
-        for ask_for_token in pending.tokens:
-            if ask_for_token is not None:
-                ask_for_token()
+        for fetch_token in pending.tokens:
+            if fetch_token is not None:
+                fetch_token()
         if pending.call is not None:
             replicated = pending.function.is_replicated(pending.params)
             compare_backward(pending.comm, pending.call, g if replicated else None)

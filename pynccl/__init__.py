@@ -4,16 +4,16 @@
     comm = pynccl.init()                  # under torchrun
     comm.all_reduce(x, x)                 # in place, on the current stream
 
-Importing this package imports neither torch nor CUDA. help() of any of these says more:
+Importing this package imports neither torch nor CUDA. See help() of each name for details:
 
-a communicator     init (of torchrun's ranks), init_all (of this process's devices), from_store, from_file,
-                   get_unique_id; Communicator has these and from_process_group, from_mpi, split, shrink, grow
-its operations     Communicator.all_reduce, broadcast, reduce, all_gather, reduce_scatter, all_to_all, gather, scatter,
-                   send, recv, put_signal, barrier, ...; group (several as one), Plan (prepared, of comm.plan);
-                   simulate, Simulation
-its end            Communicator.destroy, finalize, abort; abort (several at once)
+initialization     init (ranks of torchrun), init_all (devices of this process), from_store, from_file, get_unique_id;
+                   Communicator has these and from_process_group, from_mpi, split, shrink, grow
+operations         Communicator.all_reduce, broadcast, reduce, all_gather, reduce_scatter, all_to_all, gather, scatter,
+                   send, recv, put_signal, barrier, ...; group (several calls in one launch), Plan (prepared calls,
+                   made by comm.plan); simulate, Simulation
+teardown           Communicator.destroy, finalize, abort; abort (several communicators at once)
 operators, types   RedOp, PreMulSum, DataType, UniqueId, Result
-configuration      CommConfig (of a communicator), CollConfig (of a call); param, params, set_encryption (NCCL's own)
+configuration      CommConfig (per communicator), CollConfig (per call); param, params, set_encryption (of NCCL)
 streams            create_stream, create_event, current_stream; Stream, Event
 memory             mem_alloc, mem_pool; Memory, Registration, Window
 the library        load; Library
@@ -105,7 +105,7 @@ def __dir__() -> list[str]:
     return _public_names(__all__, globals())
 
 
-# In tracebacks, reprs and pickles a class has the name by which users import it.
+# Tracebacks, reprs and pickles show the public import path of a class.
 for _public in [globals()[name] for name in __all__]:
     if isinstance(_public, type):
         _public.__module__ = __name__

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 
+from . import __version__
+from .bindings.library import load
 from .tools import command, doctor, explain, hang, perf
 
 COMMANDS = {
-    "doctor": (doctor, "which libnccl is used here, what is wrong with it, and how to mend that"),
-    "explain": (explain, "how a collective and its adjoint move numbers between ranks: drawn from a real run"),
-    "hang": (hang, "which rank is missing, what each one does and where, of a job that hangs or has ended"),
-    "perf": (perf, "time and bandwidth of a collective over sizes, in the columns of nccl-tests"),
+    "doctor": (doctor, "report which libnccl is used here, its problems, and how to fix them"),
+    "explain": (explain, "draw how a collective and its adjoint move data between ranks, from a real run"),
+    "hang": (hang, "show which rank is missing in a job that hangs or has ended, and where each rank is"),
+    "perf": (perf, "measure time and bandwidth of a collective over sizes, in the format of nccl-tests"),
 }
 
 
@@ -22,21 +24,36 @@ def usage() -> str:
             "",
             *rows,
             "",
-            "python -m pynccl <command> --help has the options, and examples.",
+            "python -m pynccl --version prints the versions of this package and of NCCL.",
+            "Run python -m pynccl <command> --help for options and examples.",
         ]
     )
 
 
+def versions() -> str:
+    """Return one line with the version of this package and of the NCCL library that it uses here, if there is one."""
+    try:
+        library = load()
+    except Exception:  # `doctor` reports why
+        return f"pynccl-autograd {__version__}, no usable NCCL library (python -m pynccl doctor)"
+    version = ".".join(map(str, library.version))
+    return f"pynccl-autograd {__version__}, NCCL {version} ({'host library' if library.is_host else library.path})"
+
+
 def main(argv: list[str]) -> int:
-    """Run the command that `argv` names. Returns the exit code; 2 is wrong usage, as elsewhere in Python."""
+    """Run the command named in `argv` and return its exit code; 2 means wrong usage."""
     name, *options = argv or [""]
     if name in ("-h", "--help"):
         if command.rank() == 0:
             print(usage())
         return command.GOOD
+    if name == "--version":
+        if command.rank() == 0:
+            print(versions())
+        return command.GOOD
     if name not in COMMANDS:
-        names = ", ".join(COMMANDS)
-        command.say(f"python -m pynccl: error: unknown command {name!r}; expected one of {names}" if name else usage())
+        hint = command.did_you_mean(name, COMMANDS) or f"expected one of {', '.join(COMMANDS)}"
+        command.say(f"python -m pynccl: error: unknown command {name!r}; {hint}" if name else usage())
         return command.USAGE
     module, purpose = COMMANDS[name]
     prog = f"python -m pynccl {name}"

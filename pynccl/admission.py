@@ -1,11 +1,12 @@
-"""Who may come in where this process listens: whoever shows that he knows a key; nobody else is heard.
+"""Authentication of TCP connections between ranks: a mutual handshake that proves knowledge of a shared key.
 
-    listener -> caller    what this is, 16 random bytes
-    caller -> listener    who he is (two numbers), 16 random bytes, HMAC-SHA256 of all this
-    listener -> caller    HMAC-SHA256 of that; zeros: his key is another one
+    listener -> caller    protocol magic, 16 random bytes
+    caller -> listener    its id (two numbers), 16 random bytes, HMAC-SHA256 of all this
+    listener -> caller    HMAC-SHA256 of that; zeros: the caller has the wrong key
 
-The key itself does not travel, what was heard once is of no use again, and each end knows that the other has the key.
-What follows is neither signed nor encrypted: against strangers who read or change packets on the way it does nothing.
+The key itself is never sent, replaying a recorded handshake fails, and both ends prove that they have the key.
+Only the handshake is protected. The traffic after it is neither signed nor encrypted: an attacker on the network path
+can still read or change it.
 """
 
 from __future__ import annotations
@@ -20,34 +21,34 @@ import struct
 import time
 from collections.abc import Callable
 
-STRANGERS = 256  # connections that have not been admitted
-STRANGER_SECONDS = 5.0
+MAX_UNAUTHENTICATED = 256  # connections whose handshake is not complete
+HANDSHAKE_SECONDS = 5.0
 BACKLOG = 4096
 KEY_VARIABLE = "PYNCCL_JOB_KEY"
 
-_LEAST_KEY = 16  # characters
-_AT_ONCE = 64  # are let in before those who are in have their turn
+_MIN_KEY_CHARS = 16
+_MAX_ACCEPTS = 64  # per event of the listener, so that admitted connections are served in between
 _MAGIC = b"PYNCCLa1"
 _NONCE_BYTES = 16
 _HELLO_BYTES = len(_MAGIC) + _NONCE_BYTES
 _PROOF_BYTES = 32
-_REFUSED = bytes(_PROOF_BYTES)
+_REJECTED = bytes(_PROOF_BYTES)
 _ANSWER = struct.Struct(f"<II{_NONCE_BYTES}s{_PROOF_BYTES}s")
 
-Who = tuple[int, int]
+PeerId = tuple[int, int]
 
 
-class Refused(ConnectionError):
-    """Whoever listens has another key, or is something else."""
+class HandshakeError(ConnectionError):
+    """The listener has a different key, or is another program."""
 
 
 def job_key() -> bytes:
-    """The secret that all processes of the job have in their environment; b"" where there is none."""
+    """Return the job's shared secret from the environment; b"" if it is not set."""
     text = os.environ.get(KEY_VARIABLE, "")
-    if 0 < len(text) < _LEAST_KEY:  # and is not shown
+    if 0 < len(text) < _MIN_KEY_CHARS:  # the message does not show it
         raise ValueError(
-            f"{KEY_VARIABLE} is too short: it has {len(text)} characters, expected {_LEAST_KEY} or more that nobody "
-            "guesses, the same on all ranks, such as the output of: openssl rand -hex 16"
+            f"{KEY_VARIABLE} is too short: it has {len(text)} characters, expected {_MIN_KEY_CHARS} or more. Set the "
+            "same random value on all ranks, such as the output of: openssl rand -hex 16"
         )
     return text.encode(errors="surrogateescape")
 
@@ -57,7 +58,7 @@ def sign(key: bytes, *parts: bytes) -> bytes:
 
 
 def listen(local: bool) -> socket.socket:
-    """A listening socket that does not block: on the loopback alone, or on all of this machine's interfaces."""
+    """Return a nonblocking listening socket, on the loopback interface only (`local`) or on all interfaces."""
     if local:
         listener = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
     elif socket.has_dualstack_ipv6():
@@ -68,52 +69,53 @@ def listen(local: bool) -> socket.socket:
     return listener
 
 
-def receive(sock: socket.socket, most: int = 1 << 16) -> bytes | None:
-    """What has come on a connection that does not block; None if nothing has, b"" at its end."""
+def receive(sock: socket.socket, max_bytes: int = 1 << 16) -> bytes | None:
+    """Read from a nonblocking connection. Return None if no data is available, b"" if it is closed or failed."""
     try:
-        return sock.recv(most)
+        return sock.recv(max_bytes)
     except BlockingIOError:
         return None
     except OSError:
         return b""
 
 
-class Caller:
-    """The end of a connection that wants to be admitted."""
+class ClientHandshake:
+    """The caller's side of the handshake."""
 
-    def __init__(self, sock: socket.socket, key: bytes, who: Who = (0, 0)) -> None:
-        self.sock, self.who, self._key = sock, who, key
+    def __init__(self, sock: socket.socket, key: bytes, peer_id: PeerId = (0, 0)) -> None:
+        self.sock, self.peer_id, self._key = sock, peer_id, key
         self._received = bytearray()
-        self._expected = b""  # of the listener, once it has been answered
+        self._expected = b""  # the listener's proof; set once the caller has answered
 
     def step(self) -> bool:
-        """Go on with what comes within the socket's timeout; whether it is admitted now. OSError: it is not; Refused:
-        nor will it be."""
-        wanted = _PROOF_BYTES if self._expected else _HELLO_BYTES
+        """Process what arrives within the socket's timeout; return whether the handshake is complete.
+
+        Raises OSError if the connection fails, and HandshakeError if retrying cannot help."""
+        expected_bytes = _PROOF_BYTES if self._expected else _HELLO_BYTES
         try:
-            data = self.sock.recv(wanted - len(self._received))
+            data = self.sock.recv(expected_bytes - len(self._received))
         except TimeoutError:
             return False
         if not data:
             raise ConnectionResetError("connection closed")
         self._received += data
-        if len(self._received) < wanted:
+        if len(self._received) < expected_bytes:
             return False
         if self._expected:
             if not hmac.compare_digest(self._received, self._expected):
-                raise Refused("another process listens there, or one with another key")
+                raise HandshakeError("the listener is another process, or has another key")
             return True
         if not self._received.startswith(_MAGIC):
-            raise Refused("another program listens there")
-        said = struct.pack(f"<II{_NONCE_BYTES}s", *self.who, secrets.token_bytes(_NONCE_BYTES))
-        answer = said + sign(self._key, b"caller", bytes(self._received), said)
+            raise HandshakeError("the listener is another program")
+        message = struct.pack(f"<II{_NONCE_BYTES}s", *self.peer_id, secrets.token_bytes(_NONCE_BYTES))
+        answer = message + sign(self._key, b"caller", bytes(self._received), message)
         self._expected = sign(self._key, b"listener", answer)
         self._received.clear()
         self.sock.sendall(answer)
         return False
 
     def wait(self, deadline: float) -> None:
-        """Until it is admitted, on a connection that blocks; TimeoutError past time.monotonic() = deadline."""
+        """Complete the handshake on a blocking connection; TimeoutError once time.monotonic() passes `deadline`."""
         admitted = False
         while not admitted:
             if (left := deadline - time.monotonic()) <= 0:
@@ -123,24 +125,25 @@ class Caller:
 
 
 class Acceptor:
-    """A listening socket, and those who have connected to it and not shown yet that they know the key.
+    """The listener's side of the handshake: a listening socket and the connections that are not authenticated yet.
 
-    Strangers cannot crowd out ranks: of the connections that have not been admitted, the oldest go first."""
+    Strangers cannot crowd out ranks: when there are too many unauthenticated connections, the oldest are closed."""
 
     def __init__(
         self,
         listener: socket.socket,
         selector: selectors.BaseSelector,
         key: bytes,
-        admitted: Callable[[socket.socket, Who], None],
+        admitted: Callable[[socket.socket, PeerId], None],
     ) -> None:
-        """admitted: takes over a connection, which does not block."""
+        """admitted: called with each authenticated connection, which is nonblocking, and the caller's id."""
         self.listener, self._selector, self._key, self._admitted = listener, selector, key, admitted
-        self.waiting: dict[socket.socket, tuple[float, bytes, bytearray]] = {}  # since when, hello, what it has said
+        # Not authenticated yet: time of accept, hello sent, answer so far.
+        self.waiting: dict[socket.socket, tuple[float, bytes, bytearray]] = {}
         selector.register(listener, selectors.EVENT_READ)
 
     def handle(self, sock: socket.socket) -> bool:
-        """Do what there is to do for a socket that the selector named; False if it is not one of these."""
+        """Handle a socket that the selector reported as ready; return False if it does not belong to this acceptor."""
         if sock is self.listener:
             self._accept()
         elif sock in self.waiting:
@@ -150,14 +153,14 @@ class Acceptor:
         return True
 
     def _accept(self) -> None:
-        for _ in range(_AT_ONCE):
+        for _ in range(_MAX_ACCEPTS):
             try:
                 sock, _ = self.listener.accept()
             except BlockingIOError:
                 return
-            except ConnectionError:  # closed again already
+            except ConnectionError:  # the caller has closed it already
                 continue
-            except OSError:  # the process has no descriptor left
+            except OSError:  # out of file descriptors
                 self.drop(0, 0.0)
                 time.sleep(0.01)
                 return
@@ -174,38 +177,38 @@ class Acceptor:
             self.drop()
 
     def _read(self, sock: socket.socket) -> bool:
-        """Read a stranger's answer; False if it is not complete."""
+        """Read the answer of an unauthenticated caller; return False if it is still incomplete."""
         _, hello, answer = self.waiting[sock]
         data = receive(sock, _ANSWER.size - len(answer))
         answer += data or b""
         if data is None or (data and len(answer) < _ANSWER.size):
             return False
-        self._forget(sock)
+        self._unregister(sock)
         if data:
-            self._judge(sock, hello, bytes(answer))
+            self._verify(sock, hello, bytes(answer))
         else:
             sock.close()
         return True
 
-    def _judge(self, sock: socket.socket, hello: bytes, answer: bytes) -> None:
-        one, other, _, proof = _ANSWER.unpack(answer)
+    def _verify(self, sock: socket.socket, hello: bytes, answer: bytes) -> None:
+        first, second, _, proof = _ANSWER.unpack(answer)
         known = hmac.compare_digest(proof, sign(self._key, b"caller", hello, answer[:-_PROOF_BYTES]))
         try:
-            sock.send(sign(self._key, b"listener", answer) if known else _REFUSED)
+            sock.send(sign(self._key, b"listener", answer) if known else _REJECTED)
         except OSError:
             known = False
         if known:
-            self._admitted(sock, (one, other))
+            self._admitted(sock, (first, second))
         else:
             sock.close()
 
-    def drop(self, most: int = STRANGERS, seconds: float = STRANGER_SECONDS) -> None:
-        """Close all but the newest `most`, and those that took longer than `seconds`."""
-        now, surplus = time.monotonic(), len(self.waiting) - most
-        for i, (sock, (since, _, _)) in enumerate(list(self.waiting.items())):  # in the order in which they came
+    def drop(self, max_waiting: int = MAX_UNAUTHENTICATED, seconds: float = HANDSHAKE_SECONDS) -> None:
+        """Close all unauthenticated connections except the newest `max_waiting`, and those older than `seconds`."""
+        now, surplus = time.monotonic(), len(self.waiting) - max_waiting
+        for i, (sock, (since, _, _)) in enumerate(list(self.waiting.items())):  # oldest first
             due = i < surplus or now - since > seconds
-            if due and not self._read(sock):  # its answer may have come meanwhile
-                self._forget(sock)
+            if due and not self._read(sock):  # its answer may have arrived in the meantime
+                self._unregister(sock)
                 sock.close()
 
     def close(self) -> None:
@@ -213,6 +216,6 @@ class Acceptor:
             with contextlib.suppress(OSError):
                 sock.close()
 
-    def _forget(self, sock: socket.socket) -> None:
+    def _unregister(self, sock: socket.socket) -> None:
         del self.waiting[sock]
         self._selector.unregister(sock)

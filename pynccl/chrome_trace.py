@@ -1,8 +1,8 @@
-"""Chrome's trace format, which ui.perfetto.dev shows: its events, and the file.
+"""Events and files in the Chrome trace format, as shown by ui.perfetto.dev.
 
-A rank is a process (pid), a lane a thread (tid). Slices of one lane lie one after the other, or within each other.
-Times are given in seconds from the begin of the trace; the file has microseconds, to the nanosecond, so that slices
-that touch do not overlap.
+A rank is a process (pid), a lane is a thread (tid). Slices of one lane must be disjoint or nested.
+Times are in seconds from the start of the trace. The file has microseconds, rounded to nanoseconds so that adjacent
+slices do not overlap.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Event = dict[str, Any]
 
 
 def named(what: str, pid: int, tid: int, **args: Any) -> Event:
-    """Metadata of a process or a lane: process_name, process_labels, process_sort_index, thread_name, ..."""
+    """Return a metadata event of a process or lane: process_name, process_labels, thread_name, ..."""
     return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": args}
 
 
 def process(pid: int, name: str, labels: str = "") -> Iterator[Event]:
-    """What a process is called; they are shown in the order of their pids."""
+    """Yield the metadata of a process. Processes are shown in the order of their pids."""
     yield named("process_name", pid, 0, name=name)
     if labels:
         yield named("process_labels", pid, 0, labels=labels)
@@ -34,7 +34,7 @@ def process(pid: int, name: str, labels: str = "") -> Iterator[Event]:
 
 
 def lane(pid: int, tid: int, name: str) -> Iterator[Event]:
-    """What a lane is called; they are shown in the order of their tids."""
+    """Yield the metadata of a lane. Lanes are shown in the order of their tids."""
     yield named("thread_name", pid, tid, name=name)
     yield named("thread_sort_index", pid, tid, sort_index=tid)
 
@@ -42,21 +42,23 @@ def lane(pid: int, tid: int, name: str) -> Iterator[Event]:
 def piece(
     name: str, category: str, pid: int, tid: int, begin: float, end: float, args: Mapping[str, Any] | None = None
 ) -> Event:
-    """A slice of a lane."""
+    """Return a slice (a complete event) of a lane."""
     at = micro(begin)
     event = {"ph": "X", "name": name, "cat": category, "pid": pid, "tid": tid, "ts": at}
     return event | {"dur": round(max(micro(end) - at, 0.0), 3), "args": dict(args or {})}
 
 
 def moment(name: str, category: str, pid: int, tid: int, at: float, args: Mapping[str, Any] | None = None) -> Event:
-    """Something that takes no time, of the whole process."""
+    """Return an instant event of the whole process."""
     event = {"ph": "i", "s": "p", "name": name, "cat": category, "pid": pid, "tid": tid, "ts": micro(at)}
     return event | {"args": dict(args or {})}
 
 
 def arrows(number: int, name: str, places: Sequence[tuple[float, int, int]]) -> Iterator[Event]:
-    """From slice to slice, in the order given; each as the time at which it begins, its pid and tid. They come after
-    the slices in the file. number: no other arrows have it."""
+    """Yield flow events: arrows from slice to slice, in the given order.
+
+    number  id of the flow, unique in the trace
+    places  (start time, pid, tid) of each slice. Write the arrows after the slices."""
     if len(places) < 2:
         return
     for index, (at, pid, tid) in enumerate(places):
@@ -70,13 +72,13 @@ def micro(seconds: float) -> float:
 
 
 def write(path: str | os.PathLike[str], events: Iterable[Event], metadata: Mapping[str, Any] | None = None) -> None:
-    """Write the file, event by event, since there may be millions; compressed where the path ends in .gz.
+    """Write the events to `path` one by one, since there may be millions; gzip-compressed if the path ends in .gz.
 
-    What was there before is replaced once all is written. OSError where it cannot be."""
+    An existing file is replaced only once everything is written. Raises OSError if the file cannot be written."""
     path = Path(path)
     with replacing(path) as file:
-        said = json.dumps(metadata or {}, allow_nan=False)
-        file.write(f'{{"displayTimeUnit": "ms", "otherData": {said}, "traceEvents": [\n')
+        metadata_json = json.dumps(metadata or {}, allow_nan=False)
+        file.write(f'{{"displayTimeUnit": "ms", "otherData": {metadata_json}, "traceEvents": [\n')
         for number, event in enumerate(events):
             file.write((",\n" if number else "") + json.dumps(event, allow_nan=False))
         file.write("\n]}\n")
@@ -84,14 +86,14 @@ def write(path: str | os.PathLike[str], events: Iterable[Event], metadata: Mappi
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[IO[str]]:
-    """A new file of text, which takes the place of `path` at the end of the block, unless that raises."""
-    if path.exists() and not path.is_file():  # a pipe, a terminal: there is nothing to be replaced
+    """Open a new text file that replaces `path` at the end of the block, unless the block raises."""
+    if path.exists() and not path.is_file():  # a pipe or a terminal cannot be replaced
         with open(path, "w") as file:
             yield file
         return
     try:
         handle, part = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    except OSError as error:  # which names a file that nobody has asked for
+    except OSError as error:  # it names the temporary file, which the caller does not know
         raise type(error)(error.errno, error.strerror, str(path)) from None
     try:
         with os.fdopen(handle, "wb") as binary:
@@ -110,7 +112,7 @@ def replacing(path: Path) -> Iterator[IO[str]]:
 
 
 def _mode(path: Path) -> int:
-    """That of the file that is replaced, or of a new one."""
+    """Return the mode of the file being replaced, or the default mode of a new file."""
     with contextlib.suppress(OSError):
         return path.stat().st_mode & 0o777
     mask = os.umask(0)

@@ -11,8 +11,9 @@ from .bindings.values import text
 
 
 def params(library: Library | None = None) -> dict[str, str]:
-    """All published parameters of the loaded library, with their values in force. NCCL_PARAM_DUMP_ALL=true adds the
-    unpublished ones."""
+    """Return all published parameters of the loaded library with their current values.
+
+    Set NCCL_PARAM_DUMP_ALL=true to include the unpublished ones."""
     library = chosen(library)
     table, length = ctypes.POINTER(ctypes.c_char_p)(), ctypes.c_int()
     library.check(
@@ -23,7 +24,7 @@ def params(library: Library | None = None) -> dict[str, str]:
 
 
 def param(key: str, library: Library | None = None) -> str:
-    """The value of one parameter, as NCCL spells it. NcclInvalidArgument if there is none of that name."""
+    """Return the value of one parameter, as NCCL formats it. Raises NcclInvalidArgument for an unknown name."""
     library = chosen(library)
     name = text(key, "param: key", "the name of a parameter, a string such as 'NCCL_DEBUG',")
     value, length = ctypes.c_char_p(), ctypes.c_int()
@@ -33,14 +34,16 @@ def param(key: str, library: Library | None = None) -> str:
 
 
 def set_encryption(psk: str | None, library: Library | None = None) -> None:
-    """Encrypt NCCL's TCP sockets with a pre-shared key; None: plain text. Before any communicator, on all ranks."""
+    """Encrypt NCCL's TCP sockets with a pre-shared key; None: plain text.
+
+    Call it on all ranks, before the first communicator is created."""
     library = chosen(library)
     mode = EncryptionMode.NONE if psk is None else EncryptionMode.PSK
     try:
         key = None if psk is None else text(psk, "psk")
-    except ValueError:  # whose message would show the key
+    except ValueError:  # its message would show the key
         raise ValueError(
-            "set_encryption: psk is no string that C can take, expected one without NUL, or None"
+            "set_encryption: psk is not a valid C string; expected a string without NUL, or None"
         ) from None
     config = stamped(EncryptionConfig, library)
     config.mode, config.psk = int(mode), key

@@ -1,13 +1,13 @@
-"""Progress bars of tqdm, where they are asked for: a library prints nothing by itself.
+"""Progress bars (tqdm), off by default: the library draws them only inside `shown`.
 
     with progress.shown():                          # in a program
         load(path)
 
-    for part in progress.over(parts, "loading"):    # where the work is long
+    for part in progress.over(parts, "loading"):    # in a long-running loop
         ...
 
-A bar is drawn on standard error, by rank 0, on a terminal. There is none on other ranks, in a pipe, on a dumb terminal,
-where CI is set, and where tqdm is not installed. It is erased at its end, also by an exception.
+Rank 0 draws the bar on standard error if that is a terminal. No bar is drawn on other ranks, in a pipe, on a dumb
+terminal, if CI is set, or if tqdm is not installed. The bar is erased when the loop ends or raises.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from collections.abc import Iterable, Iterator, Sized
 from typing import IO, Any, TypeVar
 
 T = TypeVar("T")
-_bars: list[Any] | None = None  # of tqdm; None outside `shown`
+_bars: list[Any] | None = None  # the tqdm bars; None outside `shown`
 
 
 @contextlib.contextmanager
 def shown() -> Iterator[None]:
-    """Draw bars within this context."""
+    """Draw progress bars within this context."""
     global _bars
     before, _bars = _bars, []
     try:
         yield
     finally:
-        for bar in _bars:  # of loops that an exception has left
+        for bar in _bars:  # of loops that were left by an exception
             bar.close()
         _bars = before
 
 
 class Bar:
-    """A bar of `total` steps (None: unknown). Without `shown`, or a terminal, nothing is drawn, and `line` prints.
+    """A bar of `total` steps (None: unknown). Outside `shown`, or without a terminal, only `line` prints.
 
-    label   what the steps do
-    unit    what a step is
-    own     False on a rank other than 0, where the environment does not have RANK
+    label   description shown in front of the bar
+    unit    name of one step
+    own     False to draw nothing: for ranks other than 0 if the environment does not have RANK
     """
 
     def __init__(self, total: int | None, label: str = "", unit: str = "it", own: bool = True) -> None:
@@ -56,20 +56,20 @@ class Bar:
             return
 
         class Quiet(tqdm):
-            monitor_interval = 0  # no thread: ranks are forked while a bar is drawn
+            monitor_interval = 0  # no monitor thread: ranks are forked while a bar is drawn
 
-        Quiet.set_lock(threading.RLock())  # tqdm's own is one of the machine, with a process that watches it
+        Quiet.set_lock(threading.RLock())  # tqdm's default lock is multiprocess and starts a helper process
         self._tqdm = Quiet(total=total, desc=label or None, unit=unit, file=sys.stderr, dynamic_ncols=True, leave=False)
         _bars.append(self._tqdm)
 
     def step(self, count: int = 1, note: str = "") -> None:
-        """Advance by `count`; `note` stands behind the bar."""
+        """Advance by `count` steps and show `note` after the bar."""
         if self._tqdm is not None:
             self._tqdm.set_postfix_str(note, refresh=False)
             self._tqdm.update(count)
 
     def line(self, text: str, file: IO[str] | None = None) -> None:
-        """Print a line above the bar; an empty text is not printed. The default of `file` is standard output."""
+        """Print a line above the bar, to `file` (default: standard output). An empty text is not printed."""
         if text:
             with self._tqdm.external_write_mode(file) if self._tqdm is not None else contextlib.nullcontext():
                 print(text, file=file, flush=True)
@@ -83,7 +83,7 @@ class Bar:
 
 
 def over(items: Iterable[T], label: str = "", unit: str = "it", own: bool = True) -> Iterator[T]:
-    """Yield the items, with a bar of them."""
+    """Yield the items and draw a progress bar."""
     with Bar(len(items) if isinstance(items, Sized) else None, label, unit, own) as bar:
         for item in items:
             yield item

@@ -1,13 +1,12 @@
-"""Write tests/support/data/nccl_abi.json: what each NCCL release exports and how its nccl.h is laid out.
+"""Write tests/support/data/nccl_abi.json: the exported symbols of each NCCL release and the layout of its nccl.h.
 
-Everything is the word of the C compiler and of nm: nothing is read out of the header by pattern. Names come from the
-debug information that the compiler writes about the header, numbers from a small C program, prototypes from its
--aux-info. Needs gcc and binutils; CUDA's headers and a driver are not needed.
+All facts come from the C compiler and nm, not from parsing the header: names from the compiler's debug information,
+numbers from a small C program, prototypes from -aux-info. Needs gcc and binutils, but not CUDA's headers or a driver.
 
-A release is written as an RFC 7396 merge patch of the one before it, so that a new release is a short diff; `expand`
-gives them back in full:
+Each release is written as an RFC 7396 merge patch of the previous one, so that a new release is a short diff. `expand`
+restores the full data:
     code        NCCL_VERSION_CODE
-    symbols     exported ncclXxx -> whether its profiling twin pncclXxx is exported too
+    symbols     exported ncclXxx -> whether its profiling variant pncclXxx is also exported
     prototypes  ncclXxx declared by nccl.h -> its type
     structs     type -> size and, for each field, [offset, size], in bytes
     enums       enumerator -> value
@@ -32,14 +31,14 @@ from pynccl import progress
 from pynccl.bindings.abi import version_tuple
 from pynccl.tools import command
 
-# The last patch release of each minor one, 2.18 to 2.32.
+# The last patch release of each minor version, 2.18 to 2.32.
 VERSIONS = (
     "2.18.3", "2.19.3", "2.20.5", "2.21.5", "2.22.3", "2.23.4", "2.24.3", "2.25.1",
     "2.26.5", "2.27.7", "2.28.9", "2.29.7", "2.30.7", "2.31.2", "2.32.3",
 )  # fmt: skip
 OUT = Path(__file__).parent.parent / "tests" / "support" / "data" / "nccl_abi.json"
 
-# As much of CUDA's headers as nccl.h and nccl_device/host.h need, so that no CUDA toolkit has to be installed.
+# The parts of CUDA's headers that nccl.h and nccl_device/host.h need, so that no CUDA toolkit is required.
 CUDA_HEADERS = {
     "cuda_runtime.h": "#pragma once\n#include <stddef.h>\n#define CUDART_VERSION 12000\n"
     "typedef struct CUstream_st *cudaStream_t;\ntypedef struct CUevent_st *cudaEvent_t;\n",
@@ -53,30 +52,30 @@ Abi = dict[str, Any]
 
 
 def write_cuda_headers(folder: Path) -> Path:
-    """Put stand-ins for CUDA's headers into `folder`; returns it."""
+    """Write stubs of CUDA's headers to `folder` and return it."""
     for name, text in CUDA_HEADERS.items():
         (folder / name).write_text(text)
     return folder
 
 
 class Header:
-    """One header of a release, asked through the compiler. `folder` receives what is compiled."""
+    """A header of a release, examined with the compiler. `folder` receives the compiled files."""
 
     def __init__(self, include: Path, folder: Path, name: str = "nccl.h") -> None:
         self.folder = write_cuda_headers(folder)
         self.source = f"#include <{name}>\n#include <stdio.h>\n"
-        # NCCL_OS_LINUX is what NCCL's own build defines: nccl.h declares ncclResetDebugInit only with it.
+        # NCCL's own build defines NCCL_OS_LINUX: nccl.h declares ncclResetDebugInit only with it.
         self.options = [f"-I{folder}", "-isystem", str(include), "-DNCCL_OS_LINUX"]
 
     def compile(self, *options: str, source: str = "") -> Path:
-        """The file made of the header and `source`."""
-        source_file, target = self.folder / "ask.c", self.folder / "ask.out"
+        """Compile the header followed by `source` and return the output file."""
+        source_file, target = self.folder / "probe.c", self.folder / "probe.out"
         source_file.write_text(self.source + source)
         run("gcc", *self.options, *options, str(source_file), "-o", str(target))
         return target
 
     def prototypes(self) -> dict[str, str]:
-        """name -> "result (arguments)" of each ncclXxx that is declared and not defined in the header."""
+        """Return name -> "result (arguments)" of each ncclXxx that the header declares but does not define."""
         listing = self.folder / "prototypes"
         self.compile("-c", "-aux-info", str(listing))
         found, defined = {}, set()
@@ -84,20 +83,20 @@ class Header:
             match = re.match(r"/\* .*:\w([CF]) \*/ extern (.*?[ *])(nccl[A-Z]\w*) (\(.*?\));", line)
             if match:
                 kind, result, name, arguments = match.groups()
-                arguments = arguments.replace(" ,", ",").replace("/* ??? */", "")  # gcc's word for an empty ()
+                arguments = arguments.replace(" ,", ",").replace("/* ??? */", "")  # how gcc prints an empty ()
                 found[name] = f"{result.strip()} {arguments}"
                 defined |= {name} if kind == "F" else set()
         return {name: found[name] for name in sorted(found.keys() - defined)}
 
     def layout(self) -> Abi:
-        """NCCL_VERSION_CODE, structs and enums."""
+        """Return NCCL_VERSION_CODE, structs and enums."""
         structs, enums = self._names()
-        asked = ["NCCL_VERSION_CODE", *enums]
+        expressions = ["NCCL_VERSION_CODE", *enums]
         for struct, fields in structs.items():
-            asked.append(f"sizeof({struct})")
+            expressions.append(f"sizeof({struct})")
             for field in fields:
-                asked += [f"__builtin_offsetof({struct}, {field})", f"sizeof((({struct} *)0)->{field})"]
-        values = iter(self._ask(asked))
+                expressions += [f"__builtin_offsetof({struct}, {field})", f"sizeof((({struct} *)0)->{field})"]
+        values = iter(self._evaluate(expressions))
         return {
             "code": next(values),
             "enums": {name: next(values) for name in enums},
@@ -107,14 +106,14 @@ class Header:
             },
         }
 
-    def _ask(self, expressions: list[str]) -> list[int]:
-        """The values of C integer expressions."""
+    def _evaluate(self, expressions: list[str]) -> list[int]:
+        """Return the values of C integer expressions."""
         prints = "".join(f'  printf("%lld\\n", (long long)({expression}));\n' for expression in expressions)
         program = self.compile(source=f"int main(void) {{\n{prints}  return 0;\n}}\n")
         return [int(line) for line in run(str(program)).split()]
 
     def _names(self) -> tuple[dict[str, list[str]], list[str]]:
-        """(struct type -> its fields, enumerators) of the header, from the debug information about it."""
+        """Return (struct type -> its fields, enumerators) of the header, from the debug information."""
         entries = debug_entries(self.compile("-c", "-g", "-gdwarf-4", "-fno-eliminate-unused-debug-types"))
         by_offset = {entry["offset"]: entry for entry in entries}
         structs = {}
@@ -128,7 +127,7 @@ class Header:
 
 
 def debug_entries(binary: Path) -> list[dict[str, Any]]:
-    """The DWARF entries of an object file, each with its offset, tag, attributes and children."""
+    """Return the DWARF entries of an object file, each with its offset, tag, attributes and children."""
     entries: list[dict[str, Any]] = []
     parents: list[dict[str, Any]] = []
     for line in run("readelf", "--debug-dump=info", str(binary)).splitlines():
@@ -144,14 +143,14 @@ def debug_entries(binary: Path) -> list[dict[str, Any]]:
 
 
 def exported(library: Path) -> dict[str, bool]:
-    """ncclXxx exported by `library` -> whether pncclXxx is too. Takes a text file of names as well."""
+    """Return ncclXxx exported by `library` -> whether pncclXxx is, too. `library` can be a text file of names."""
     text = library.read_text() if library.suffix == ".txt" else run("nm", "-D", "--defined-only", str(library))
     names = {line.split()[-1].partition("@")[0] for line in text.splitlines() if line.strip()}
     return {name: f"p{name}" in names for name in sorted(names) if re.match(r"nccl[A-Z]\w*$", name)}
 
 
 def snapshot(root: Path) -> Abi:
-    """All about the release whose wheel is unpacked in `root`."""
+    """Return all data of the release whose wheel is unpacked in `root`."""
     package = root / "nvidia" / "nccl"
     libraries = [*package.glob("lib/libnccl.so*"), root / "symbols.txt"]
     with tempfile.TemporaryDirectory() as folder:
@@ -164,7 +163,7 @@ def snapshot(root: Path) -> Abi:
 
 
 def unpacked(source: str, cache: Path) -> Path:
-    """The folder of a release: named as such, or as a version, which pip unpacks in `cache` if it is not there."""
+    """Return the folder of a release. `source` is the folder, or a version that pip unpacks in `cache` if needed."""
     if re.fullmatch(r"\d+(\.\d+)+", source):
         root = cache / source
         if not root.exists():
@@ -173,13 +172,13 @@ def unpacked(source: str, cache: Path) -> Path:
         return root
     if not Path(source, "nvidia", "nccl", "include", "nccl.h").exists():
         raise ValueError(
-            f"{source} is no version such as 2.21.5, and no unpacked wheel with nvidia/nccl/include/nccl.h"
+            f"{source}: expected a version such as 2.21.5, or an unpacked wheel with nvidia/nccl/include/nccl.h"
         )
     return Path(source)
 
 
 def patch(old: Any, new: Any) -> Any:
-    """The RFC 7396 merge patch that leads from `old` to `new`."""
+    """Return the RFC 7396 merge patch from `old` to `new`."""
     if not isinstance(old, dict) or not isinstance(new, dict):
         return new
     changed = {key: patch(old.get(key), value) for key, value in new.items() if old.get(key) != value}
@@ -187,7 +186,7 @@ def patch(old: Any, new: Any) -> Any:
 
 
 def merge(old: Any, change: Any) -> Any:
-    """`old` with the merge patch `change` applied."""
+    """Return `old` with the merge patch `change` applied."""
     if not isinstance(change, dict):
         return change
     old = old if isinstance(old, dict) else {}
@@ -196,7 +195,7 @@ def merge(old: Any, change: Any) -> Any:
 
 
 def expand(patches: dict[str, Abi]) -> dict[str, Abi]:
-    """version -> everything about it, from what this script has written."""
+    """Return version -> full data, from the patches that this script writes."""
     full: dict[str, Abi] = {}
     last: Abi = {}
     for version, change in patches.items():
@@ -205,12 +204,12 @@ def expand(patches: dict[str, Abi]) -> dict[str, Abi]:
 
 
 def compact(data: Any) -> str:
-    """JSON with one fact a line."""
+    """Return JSON with one fact per line."""
     return re.sub(r"\[\s+(\d+),\s+(\d+)\s+\]", r"[\1, \2]", json.dumps(data, indent=1)) + "\n"
 
 
 def run(*words: str) -> str:
-    """The output of a command; FailedError with what it said if it fails."""
+    """Return the output of a command. Raises FailedError with its stderr if it fails."""
     done = subprocess.run(words, check=False, capture_output=True, text=True)
     if done.returncode:
         raise command.FailedError(f"{' '.join(words)} failed:\n{done.stderr}")
@@ -219,9 +218,9 @@ def run(*words: str) -> str:
 
 def main() -> None:
     parser = command.Parser(__doc__, failed="pip found no such version")
-    parser.add_argument("sources", nargs="*", default=VERSIONS, help="versions, folders of unpacked wheels")
-    parser.add_argument("--cache", type=Path, default=Path("build/wheels"), help="where downloaded releases are kept")
-    parser.add_argument("--out", type=command.output_file, default=str(OUT), help="default: where the tests read it")
+    parser.add_argument("sources", nargs="*", default=VERSIONS, help="versions, or folders of unpacked wheels")
+    parser.add_argument("--cache", type=Path, default=Path("build/wheels"), help="folder for downloaded releases")
+    parser.add_argument("--out", type=command.output_file, default=str(OUT), help="output file (default: test data)")
     options = parser.parse_args()
     found: dict[str, Abi] = {}
     for source in progress.over(options.sources, "reading", "release"):

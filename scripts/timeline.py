@@ -1,11 +1,12 @@
-"""A picture of what a layer's pass computes and communicates when: on one stream, and overlapped.
+"""Draw when a layer's pass computes and when it communicates: on one stream, and overlapped.
 
-Two ranks over a modelled link on which communication takes as long as the matmuls, which overlap in four slices. Each
-pass runs --rounds times both ways, in turn; drawn is rank 0 in the round of median length. T_seq and T_ov are the
-caller's time on that rank, median of the rounds; efficiency is (T_seq - T_ov) / min(T_comm, T_mm), where T_comm and
-T_mm are what the pass on one stream spent on either. Communication is hatched while nothing is computed.
+Two ranks communicate over a modelled link, on which communication takes as long as the matmuls; the overlapped pass
+uses four slices. Each pass runs --rounds times, alternating between the two schedules. The picture shows rank 0 in the
+round of median length. T_seq and T_ov are the median times of the caller on that rank. The efficiency is
+(T_seq - T_ov) / min(T_comm, T_mm), where T_comm and T_mm are the times that the pass on one stream spends on
+communication and matmuls. Exposed communication is hatched.
 
-ad.trace shows whole programs, for ui.perfetto.dev.
+To trace a full program for ui.perfetto.dev, use ad.trace.
 
 examples:
   python scripts/timeline.py --pattern row_backward --tokens 64 --rounds 1 --out out/small.svg
@@ -34,8 +35,8 @@ from pynccl_autograd.overlap import lanes
 from pynccl_autograd.overlap.trace import Interval, Operation, recording
 
 RANKS, CHUNKS, WIDTH, HIDDEN = 2, 4, 512, 2048
-MATMUL_SECONDS = 0.04  # of one forward matmul, where no --tokens say how large it is
-# Pass -> the function, whether it is its backward pass, how often it moves a tensor [tokens, width]
+MATMUL_SECONDS = 0.04  # duration of one forward matmul if --tokens is not given
+# Pass -> function, whether to run its backward pass, how often it moves a tensor [tokens, width]
 PASSES = {
     "all_gather_matmul": ("all_gather_matmul", False, 1),
     "matmul_reduce_scatter": ("matmul_reduce_scatter", False, 1),
@@ -48,38 +49,39 @@ DEFAULT = ("all_gather_matmul", "column_backward", "matmul_reduce_scatter", "row
 Step = Callable[[], Any]
 
 
-class Both(NamedTuple):
-    """The rounds of a pass on one rank, both ways. Plain values."""
+class Comparison(NamedTuple):
+    """The rounds of a pass on one rank, serial and overlapped. Picklable."""
 
     name: str
     serial: list[Operation]
     overlapped: list[Operation]
 
-    def drawn(self) -> tuple[Operation, Operation]:
-        serial, overlapped = (sorted(one, key=lambda each: each.wall) for one in (self.serial, self.overlapped))
+    def medians(self) -> tuple[Operation, Operation]:
+        serial, overlapped = (sorted(rounds, key=lambda one: one.wall) for rounds in (self.serial, self.overlapped))
         return serial[(len(serial) - 1) // 2], overlapped[(len(overlapped) - 1) // 2]
 
     def times(self) -> tuple[float, float, float]:
-        """(T_seq, T_ov, efficiency)"""
+        """Return (T_seq, T_ov, efficiency)."""
         t_seq, t_ov = (statistics.median(one.wall for one in rounds) for rounds in (self.serial, self.overlapped))
         t_comm, t_mm = (statistics.median(getattr(one, lane) for one in self.serial) for lane in ("comm", "compute"))
         return t_seq, t_ov, (t_seq - t_ov) / min(t_comm, t_mm)
 
 
-def run(rank: int, names: Sequence[str], tokens: int | None, rounds: int) -> list[Both]:
-    """The passes, both ways, on one rank."""
+def run(rank: int, names: Sequence[str], tokens: int | None, rounds: int) -> list[Comparison]:
+    """Measure the passes on one rank."""
     if tokens is None:
         tokens = max(1, round(MATMUL_SECONDS / matmul_seconds(512) * 16)) * 16 * RANKS
-    return [both_ways(name, tokens, rounds) for name in progress.over(names, "measuring", "pass", own=rank == 0)]
+    return [compare(name, tokens, rounds) for name in progress.over(names, "measuring", "pass", own=rank == 0)]
 
 
 def matmul_seconds(tokens: int) -> float:
-    """Of the forward matmul, which every other of a pass is as large as."""
+    """Measure the forward matmul. All other matmuls of a pass have the same size."""
     x, w = torch.randn(tokens, WIDTH), torch.randn(HIDDEN // RANKS, WIDTH)
     return undisturbed(lambda: x @ w.t())
 
 
-def both_ways(name: str, tokens: int, rounds: int) -> Both:
+def compare(name: str, tokens: int, rounds: int) -> Comparison:
+    """Record the rounds of a pass, serial and overlapped, without the first round, which warms up."""
     function, backward, moves = PASSES[name]
     steps = moves * (RANKS - 1)
     nbytes = steps / RANKS * tokens * WIDTH * torch.float32.itemsize
@@ -87,11 +89,11 @@ def both_ways(name: str, tokens: int, rounds: int) -> Both:
         serial = step_of(function, backward, tokens, comm, OverlapConfig("bulk"))
         overlapped = step_of(function, backward, tokens, comm, OverlapConfig("slices", CHUNKS))
         pairs = [(on_one_stream(serial), recorded(overlapped)) for _ in range(rounds + 1)][1:]
-    return Both(name, [one for one, _ in pairs], [other for _, other in pairs])
+    return Comparison(name, [first for first, _ in pairs], [second for _, second in pairs])
 
 
 def step_of(function: str, backward: bool, tokens: int, comm: Communicator, config: OverlapConfig) -> Step:
-    """The pass, once. Of a backward pass the forward one is done here, undrawn."""
+    """Return a function that runs the pass once. For a backward pass, the forward pass runs here and is not drawn."""
     layer, inner = getattr(ad, function), HIDDEN // RANKS
     n, k = (WIDTH, inner) if function.startswith("matmul_") else (inner, WIDTH)
     rows = tokens // RANKS if function == "all_gather_matmul" else tokens
@@ -110,21 +112,21 @@ def recorded(step: Step) -> Operation:
 
 
 def on_one_stream(step: Step) -> Operation:
-    """All on the caller's stream, in the order of issue: communication is on a lane of its own by name alone."""
+    """Run everything on the caller's stream, in the order of issue. The lane "comm" only labels communication."""
 
-    def caller_alone(of: lanes.Lanes, *_: Any) -> tuple[lanes.Lane, lanes.Lane, list[lanes.Lane]]:
+    def caller_only(of: lanes.Lanes, *_: Any) -> tuple[lanes.Lane, lanes.Lane, list[lanes.Lane]]:
         main = lanes.CallerLane("main", of)
         return main, lanes.CallerLane("comm", of), [main]
 
-    before: Any = lanes.maker
-    lanes.maker = caller_alone  # type: ignore[assignment]
+    original: Any = lanes.maker
+    lanes.maker = caller_only  # type: ignore[assignment]
     try:
         return recorded(step)
     finally:
-        lanes.maker = before
+        lanes.maker = original
 
 
-# ---------------------------------------------------------------------------------------------------- the picture
+# ---------------------------------------------------------------------------------------------------- drawing
 
 COLORS = {"matmul": "#4c78a8", "wgrad": "#72b7b2", "other": "#9d9d9d", "comm": "#f58518"}
 NAMES = {
@@ -148,7 +150,7 @@ def kind_of(interval: Interval) -> str:
 
 
 def label_of(interval: Interval, gathers: bool) -> str:
-    """The number of its slice, from 1. Where rows are gathered, this rank's own come first and need no slice."""
+    """Return the number of its slice, from 1. In a gather, "own" is the rank's own rows, which come first."""
     kind = kind_of(interval)
     number = interval.number + (interval.what == "add_outer_rows")  # the first is outer_rows
     if kind == "other" or (kind == "wgrad" and not gathers):
@@ -159,7 +161,7 @@ def label_of(interval: Interval, gathers: bool) -> str:
 
 
 def uncovered(interval: Interval, others: Sequence[Interval]) -> list[tuple[float, float]]:
-    """(begin, length) of the parts of an interval in which none of the others runs."""
+    """Return (begin, length) of the parts of an interval in which none of the others runs."""
     parts, at = [], interval.begin
     for other in sorted(others, key=lambda one: one.begin):
         if other.begin >= interval.end:
@@ -170,35 +172,35 @@ def uncovered(interval: Interval, others: Sequence[Interval]) -> list[tuple[floa
     return [*parts, (at, interval.end - at)] if at < interval.end else parts
 
 
-def draw(found: Sequence[Both], path: Path) -> None:
+def draw(found: Sequence[Comparison], path: Path) -> None:
     from matplotlib.figure import Figure  # no window, no display
     from matplotlib.patches import Patch
 
     figure = Figure(figsize=(11, 0.9 + 2.5 * len(found)), layout="constrained")
-    for axes, both in zip(figure.subplots(len(found), 1, squeeze=False)[:, 0], found, strict=True):
-        draw_pass(axes, both)
+    for axes, comparison in zip(figure.subplots(len(found), 1, squeeze=False)[:, 0], found, strict=True):
+        draw_pass(axes, comparison)
     patches = [Patch(facecolor=color, label=NAMES[kind]) for kind, color in COLORS.items()]
     patches.append(Patch(facecolor=COLORS["comm"], label=EXPOSED, **HATCHED))
     figure.legend(handles=patches, loc="outside lower center", ncols=3, fontsize=9, frameon=False)
     figure.savefig(path, dpi=130)
 
 
-def draw_pass(axes: Any, both: Both) -> None:
-    drawn = dict(zip(("serial", "overlapped"), both.drawn(), strict=True))
+def draw_pass(axes: Any, comparison: Comparison) -> None:
+    drawn = dict(zip(("serial", "overlapped"), comparison.medians(), strict=True))
     span = max(one.wall for one in drawn.values())
     gathers = any(one.what == "all_gather" for one in drawn["overlapped"].intervals)
-    for way, operation in drawn.items():
+    for schedule, operation in drawn.items():
         computed = [one for one in operation.intervals if one.lane != "comm"]
         for one in operation.intervals:
-            row = ROWS[f"{way}: {'comm' if one.lane == 'comm' else 'compute'}"]
+            row = ROWS[f"{schedule}: {'comm' if one.lane == 'comm' else 'compute'}"]
             draw_interval(axes, one, row, label_of(one, gathers), span)
             if one.lane == "comm":
                 axes.broken_barh(uncovered(one, computed), (row, HEIGHT), facecolor="none", linewidth=0, **HATCHED)
-        low, top = ROWS[f"{way}: comm"], ROWS[f"{way}: compute"] + HEIGHT
+        low, top = ROWS[f"{schedule}: comm"], ROWS[f"{schedule}: compute"] + HEIGHT
         axes.plot([operation.wall] * 2, [low, top], color="black", linewidth=1.2)
         text = f"{operation.wall * 1e3:.1f} ms"
         axes.text(operation.wall + span * 0.006, (low + top) / 2, text, va="center", fontsize=9)
-    axes.set_title(f"{both.name}, slices {CHUNKS}:  {described(both)}", fontsize=11, loc="left")
+    axes.set_title(f"{comparison.name}, slices {CHUNKS}:  {described(comparison)}", fontsize=11, loc="left")
     axes.set_yticks([y + HEIGHT / 2 for y in ROWS.values()], list(ROWS), fontsize=9)
     axes.set_xlim(0, span * 1.09)
     axes.xaxis.set_major_formatter(lambda seconds, _: f"{seconds * 1e3:g}")
@@ -215,37 +217,38 @@ def draw_interval(axes: Any, one: Interval, row: float, text: str, span: float) 
         axes.text(*middle, text, ha="center", va="center", fontsize=8, color="white", bbox=box, zorder=5)
 
 
-def described(both: Both) -> str:
-    t_seq, t_ov, efficiency = both.times()
+def described(comparison: Comparison) -> str:
+    t_seq, t_ov, efficiency = comparison.times()
     return f"T_seq {t_seq * 1e3:.2f} ms, T_ov {t_ov * 1e3:.2f} ms, efficiency {efficiency:.2f}"
 
 
 def main() -> None:
-    asked = arguments()
+    options = arguments()
     try:
         import matplotlib  # noqa: F401
     except ImportError:
         raise ImportError("matplotlib is not installed: pip install matplotlib") from None
-    found: list[Both] = run_ranks(RANKS, run, asked.pattern, asked.tokens, asked.rounds)
-    draw(found, asked.out)
-    for both in found:
-        print(f"{both.name:24} {described(both)}")
-    print(f"wrote {asked.out}")
+    found: list[Comparison] = run_ranks(RANKS, run, options.pattern, options.tokens, options.rounds)
+    draw(found, options.out)
+    for comparison in found:
+        print(f"{comparison.name:24} {described(comparison)}")
+    print(f"wrote {options.out}")
 
 
 def arguments() -> argparse.Namespace:
     parser = command.Parser(__doc__, failed="a rank failed")
-    names = f"of {', '.join(PASSES)} (default {' '.join(DEFAULT)})"
+    names = f"passes to draw: {', '.join(PASSES)} (default {' '.join(DEFAULT)})"
     parser.add_argument("--pattern", nargs="+", choices=tuple(PASSES), default=DEFAULT, metavar="NAME", help=names)
     parser.add_argument("--rounds", type=command.whole(1), default=7, help="repetitions (%(default)s)")
-    parser.add_argument("--tokens", type=command.whole(1), help="rows of both ranks (as many as take 40 ms)")
+    tokens = "total rows of comparison ranks (default: a matmul takes 40 ms)"
+    parser.add_argument("--tokens", type=command.whole(1), help=tokens)
     parser.add_argument("--out", type=command.output_file, default="out/timeline.png", help="picture (%(default)s)")
-    asked = parser.parse_args()
-    if asked.tokens and asked.tokens % RANKS:
-        parser.error(f"--tokens is {asked.tokens}, expected a multiple of {RANKS} ranks")
-    if asked.out.suffix not in (".png", ".svg", ".pdf"):
-        parser.error(f"--out is {asked.out}, expected a file that ends in .png, .svg or .pdf")
-    return asked
+    options = parser.parse_args()
+    if options.tokens and options.tokens % RANKS:
+        parser.error(f"--tokens is {options.tokens}, expected a multiple of {RANKS} ranks")
+    if options.out.suffix not in (".png", ".svg", ".pdf"):
+        parser.error(f"--out is {options.out}, expected a file name ending in .png, .svg or .pdf")
+    return options
 
 
 if __name__ == "__main__":

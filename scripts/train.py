@@ -1,16 +1,16 @@
-"""Train a small byte-level transformer, tensor and sequence parallel over all ranks of a torchrun launch.
+"""Train a small byte-level transformer with tensor and sequence parallelism over all ranks of a torchrun launch.
 
-It writes OUT/loss.png and OUT/checkpoint.pt, the state dict of the unsharded model. --device cuda:0 lets all ranks
-share one GPU. --model llama trains a small Llama of Hugging Face's library, made parallel by `ad.parallelize`; it needs
-the extra hf and downloads nothing. The model and the text are in train_model.py.
+Writes OUT/loss.png and OUT/checkpoint.pt, the state dict of the unsharded model. --device cuda:0 lets all ranks share
+one GPU. --model llama trains a small Llama from Hugging Face transformers, parallelized by `ad.parallelize`; it needs
+the extra hf and downloads nothing. The model and the training text are in train_model.py.
 
 examples:
-  torchrun --standalone --nproc-per-node=2 scripts/train.py --check --steps 10  # beside the unsharded model
+  torchrun --standalone --nproc-per-node=2 scripts/train.py --check --steps 10  # compare with the unsharded model
   torchrun --standalone --nproc-per-node=2 scripts/train.py --model llama --check --steps 10
   torchrun --standalone --nproc-per-node=2 scripts/train.py --device cpu --steps 10 --out out/cpu
-  torchrun --standalone --nproc-per-node=2 scripts/train.py --overlap off --steps 10  # nothing hides communication
-  torchrun --standalone --nproc-per-node=2 scripts/train.py --steps 5 --trace out/trace.json.gz  # what ran when
-  torchrun --standalone --nproc-per-node=2 scripts/train.py                     # long: a GPU per rank, else the CPU
+  torchrun --standalone --nproc-per-node=2 scripts/train.py --overlap off --steps 10  # expose communication
+  torchrun --standalone --nproc-per-node=2 scripts/train.py --steps 5 --trace out/trace.json.gz  # record a trace
+  torchrun --standalone --nproc-per-node=2 scripts/train.py                     # long: one GPU per rank, else the CPU
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # which Python leaves out with PYTHONSAFEPATH
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # Python omits it with PYTHONSAFEPATH
 from train_model import Batch, ModelConfig, Transformer, Windows, llama, read_text
 
 import pynccl
@@ -40,32 +40,32 @@ from pynccl.tools import command
 
 VALIDATION_BATCHES, TRACED_STEPS = 8, 3
 COMPARED_STEPS = 50
-# Largest relative difference of the two losses within COMPARED_STEPS. Only the order of summation differs, but training
-# amplifies rounding errors from step to step, which is also why later steps are shown and not judged.
+# Largest allowed relative difference of the two losses within COMPARED_STEPS. Only the order of summation differs, but
+# training amplifies rounding errors at every step, so later steps are printed and not checked.
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 1e-2}
 
 
 def read_options(doc: str | None = None) -> argparse.Namespace:
-    """The command line, with the model's sizes and the text read; ends the process (2) if it cannot work, in the same
-    words on every rank."""
+    """Parse the command line, check the model's sizes and read the text. Invalid options exit with code 2 and the same
+    message on every rank."""
     parser = command.Parser(doc, failed="a rank failed, or --check found a difference")
-    whole, sizes = command.whole(1), ModelConfig()
+    positive, sizes = command.whole(1), ModelConfig()
     add = parser.add_argument
-    add("--model", choices=("transformer", "llama"), default="transformer", help="(%(default)s)")
-    add("--steps", type=whole, default=100, help="steps of the optimizer (%(default)s)")
-    add("--device", help="cpu, cuda (a GPU per rank), cuda:0 (shared by all ranks); default: what is there")
-    add("--dtype", choices=list(TOLERANCE), default="float32", help="of the weights (%(default)s)")
-    add("--layers", type=whole, default=sizes.layers, help="blocks (%(default)s)")
-    add("--width", type=whole, default=sizes.width, help="columns of the residual stream (%(default)s)")
-    add("--heads", type=whole, default=sizes.heads, help="of attention (%(default)s)")
-    add("--seq", type=whole, default=sizes.seq, help="bytes in a window (%(default)s)")
-    add("--batch", type=whole, default=8, help="windows in a step (%(default)s)")
+    add("--model", choices=("transformer", "llama"), default="transformer", help="model to train (%(default)s)")
+    add("--steps", type=positive, default=100, help="optimizer steps (%(default)s)")
+    add("--device", help="cpu, cuda (a GPU per rank) or cuda:0 (shared by all ranks); default: GPUs if there are any")
+    add("--dtype", choices=list(TOLERANCE), default="float32", help="data type of the weights (%(default)s)")
+    add("--layers", type=positive, default=sizes.layers, help="transformer blocks (%(default)s)")
+    add("--width", type=positive, default=sizes.width, help="width of the residual stream (%(default)s)")
+    add("--heads", type=positive, default=sizes.heads, help="attention heads (%(default)s)")
+    add("--seq", type=positive, default=sizes.seq, help="sequence length in bytes (%(default)s)")
+    add("--batch", type=positive, default=8, help="sequences per step (%(default)s)")
     add("--lr", type=command.number(1e-9), default=1e-3, help="learning rate of AdamW (%(default)s)")
-    add("--out", default="out", help="folder for what it writes (%(default)s)")
-    overlap = "hide communication behind matmuls: auto, where it pays, or off (%(default)s)"
+    add("--out", default="out", help="output folder (%(default)s)")
+    overlap = "auto: hide communication behind matmuls where that is faster; off: never (%(default)s)"
     add("--overlap", choices=("auto", "off"), default="auto", help=overlap)
-    add("--check", action="store_true", help="train the unsharded model, too, and compare the losses")
-    trace = "write what all ranks compute and communicate in steps 2 to 4 to FILE (.json, .json.gz); docs/trace.md"
+    add("--check", action="store_true", help="also train the unsharded model and compare the losses")
+    trace = "trace computation and communication of steps 2 to 4 to FILE (.json, .json.gz); see docs/trace.md"
     add("--trace", type=command.output_file, metavar="FILE", help=trace)
     options = parser.parse_args()
     options.config = ModelConfig(options.layers, options.width, options.heads, options.seq)
@@ -76,14 +76,14 @@ def read_options(doc: str | None = None) -> argparse.Namespace:
         parser.error('transformers is not installed: pip install -e ".[hf]"')
     try:
         options.learn_from, options.validate_on = read_text(options.seq)
-        options.out = command.output_file(f"{options.out}/checkpoint.pt").parent  # made once nothing else is wrong
+        options.out = command.output_file(f"{options.out}/checkpoint.pt").parent  # last, since it creates the folder
     except (ValueError, argparse.ArgumentTypeError) as error:
         parser.error(str(error))
     return options
 
 
 def device_problem(device: str | None) -> str:
-    """Why --device cannot be used here; "" if it can."""
+    """Return why --device cannot be used here, or ""."""
     kind, _, index = (device or "cpu").partition(":")
     if kind not in ("cpu", "cuda") or (index and not index.isdigit()) or (kind == "cpu" and index):
         return f"--device is {device!r}, expected cpu, cuda, or cuda:0"
@@ -96,12 +96,12 @@ def device_problem(device: str | None) -> str:
 
 def main() -> int:
     options = read_options(__doc__)
-    with join_ranks(options.device) as comm:  # destroyed at the end; aborted on an exception, so that no rank hangs
+    with join_ranks(options.device) as comm:  # an exception aborts the communicator, so that no rank hangs
         return train(options, comm)
 
 
 def train(options: argparse.Namespace, comm: pynccl.Communicator) -> int:
-    synchronize(comm.device)
+    set_up_device(comm.device)
     windows = Windows(options.learn_from, options.seq, options.batch, comm.device)
     model, unsharded = build(options, comm)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
@@ -127,11 +127,11 @@ def train(options: argparse.Namespace, comm: pynccl.Communicator) -> int:
                 losses.unsharded.append(train_step(unsharded, unsharded_optimizer, batch))
                 bar.line(losses.row())
             if options.check:
-                comm.barrier()  # the others wait for rank 0 here and not in the next step, whose time is measured
+                comm.barrier()  # wait for rank 0 here rather than in the next step, which is timed
             bar.step(note=f"loss {losses.sharded[-1]:.3f}, {batch.tokens.numel() / seconds[-1]:,.0f} tokens/s")
 
     held_out = evaluate(model, options, comm.device)
-    state = ad.full_state_dict(model, comm)  # every rank must call it; rank 0 gets it
+    state = ad.full_state_dict(model, comm)  # every rank must call it; only rank 0 gets the result
     if not first:
         return 0
     print(summary(options, losses, held_out, seconds))
@@ -145,51 +145,51 @@ def train(options: argparse.Namespace, comm: pynccl.Communicator) -> int:
 
 
 def build(options: argparse.Namespace, comm: pynccl.Communicator) -> tuple[Any, Any]:
-    """(this rank's part of the model, the unsharded model) with equal weights.
+    """Return (this rank's shard of the model, the unsharded model) with equal weights.
 
-    Every rank draws the unsharded model from the same seed and keeps its part.
+    Every rank initializes the unsharded model from the same seed and keeps its shard.
     """
     torch.manual_seed(0)
-    whole = llama(options.config) if options.model == "llama" else Transformer(options.config)
-    whole = whole.to(comm.device, getattr(torch, options.dtype))
-    own: Any = copy.deepcopy(whole)
+    unsharded = llama(options.config) if options.model == "llama" else Transformer(options.config)
+    unsharded = unsharded.to(comm.device, getattr(torch, options.dtype))
+    model: Any = copy.deepcopy(unsharded)
     if options.model == "llama":
-        return ad.parallelize(own, comm, ad.plans.llama, gather_logits=False, overlap=options.overlap), whole
-    return own.shard(comm, options.overlap), whole
+        return ad.parallelize(model, comm, ad.plans.llama, gather_logits=False, overlap=options.overlap), unsharded
+    return model.shard(comm, options.overlap), unsharded
 
 
 def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> float:
-    """One step of the optimizer, of the sharded or of the unsharded model; returns the loss over the whole batch."""
+    """Run an optimizer step of the sharded or the unsharded model. Return the loss over the full batch."""
     optimizer.zero_grad()
     loss = loss_of(model, batch)
     loss.backward()
-    ad.finish_gradients(model)  # sums those to which each rank adds the part of its positions
+    ad.finish_gradients(model)  # sums the gradients of parameters that each rank applies to its own positions only
     ad.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
-    return float(loss.item())  # also waits for the GPU, so that the time of a step is its own
+    return float(loss.item())  # also waits for the GPU, so that the step's time is complete
 
 
 def loss_of(model: Any, batch: Batch) -> Tensor:
-    """The mean over the whole batch, the same on every rank."""
+    """Return the mean loss over the full batch, the same on every rank."""
     if isinstance(model, Transformer):
         return model(*batch)
-    ids = batch.tokens.t().contiguous()  # transformers has the batch first, and shifts the labels itself
+    ids = batch.tokens.t().contiguous()  # transformers expects the batch first and shifts the labels itself
     loss: Tensor = model(input_ids=ids, labels=ids).loss
     return loss
 
 
 @torch.no_grad()
 def evaluate(model: torch.nn.Module, options: argparse.Namespace, device: str) -> float:
-    """The mean loss over a few windows of text that was held out."""
+    """Return the mean loss over a few windows of held-out text."""
     windows = Windows(options.validate_on, options.seq, options.batch, device)
     return sum(loss_of(model, windows.next()).item() for _ in range(VALIDATION_BATCHES)) / VALIDATION_BATCHES
 
 
-# --------------------------------------------------------------------------------------------------- what it prints
+# --------------------------------------------------------------------------------------------------- output
 
 
 class Losses:
-    """The losses of the sharded model, and of the unsharded one if it is trained beside it, step by step."""
+    """Losses per step of the sharded model and, with --check, of the unsharded model."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.sharded: list[float] = []
@@ -197,12 +197,12 @@ class Losses:
         self.every, self.tolerance = max(1, options.steps // 10), TOLERANCE[options.dtype]
 
     def differences(self) -> list[float]:
-        """|sharded - unsharded| / |unsharded| of each step; NaN counts as infinite."""
+        """Return |sharded - unsharded| / |unsharded| of each step; NaN counts as infinite."""
         values = [abs(a - b) / abs(b) for a, b in zip(self.sharded, self.unsharded, strict=True)]
         return [value if value == value else float("inf") for value in values]
 
     def row(self) -> str:
-        """The last step as a line of the table; "" where none is due."""
+        """Return the last step as a line of the table, or "" for steps that are not printed."""
         step = len(self.sharded)
         if step % self.every and step != 1:
             return ""
@@ -213,21 +213,21 @@ class Losses:
         return max(self.differences()[:COMPARED_STEPS]) < self.tolerance
 
     def verdict(self) -> str:
-        judged, rest = self.differences()[:COMPARED_STEPS], self.differences()[COMPARED_STEPS:]
-        found = f"largest relative difference in {len(judged)} steps {max(judged):.1e}, limit {self.tolerance:.0e}"
+        checked, rest = self.differences()[:COMPARED_STEPS], self.differences()[COMPARED_STEPS:]
+        found = f"largest relative difference in {len(checked)} steps {max(checked):.1e}, limit {self.tolerance:.0e}"
         later = f" (later steps: {max(rest):.1e})" if rest else ""
-        says = ": the sharded and the unsharded model agree" if self.agree() else " FAILED: the two models differ"
-        return f"check{says}: {found}{later}"
+        result = ": the sharded and the unsharded model agree" if self.agree() else " FAILED: the two models differ"
+        return f"check{result}: {found}{later}"
 
     def plot(self, path: Path, ranks: int) -> str:
-        """Draw the loss curves; returns what was done, in words."""
+        """Plot the loss curves. Return a message for the user."""
         try:
-            from matplotlib.figure import Figure  # no display is needed
+            from matplotlib.figure import Figure  # works without a display
         except ImportError:
             return "no loss curve: matplotlib is not installed (pip install matplotlib)"
         figure = Figure(figsize=(8, 5), layout="constrained")
         axes, steps = figure.subplots(), range(1, len(self.sharded) + 1)
-        if self.unsharded:  # thick and pale below, since the two curves are meant to lie on each other
+        if self.unsharded:  # thick and pale in the background, since the two curves should coincide
             axes.plot(steps, self.unsharded, color="#f2b134", linewidth=6, label="unsharded model")
         label, marker = f"sharded over {ranks} rank{'s' if ranks > 1 else ''}", "o" if len(steps) == 1 else ""
         axes.plot(steps, self.sharded, color="#1b4f8f", linewidth=1.8, marker=marker, label=label)
@@ -247,7 +247,7 @@ def describe(model: torch.nn.Module, comm: pynccl.Communicator, options: argpars
 
 
 def summary(options: argparse.Namespace, losses: Losses, held_out: float, seconds: list[float]) -> str:
-    counted = seconds[1:] or seconds  # the first one warms up
+    counted = seconds[1:] or seconds  # the first step warms up
     tokens_per_second = options.seq * options.batch * len(counted) / sum(counted)
     found = f"loss {losses.sharded[-1]:.4f} after {options.steps} steps, {held_out:.4f} on held-out text"
     return f"{found}; {tokens_per_second:,.0f} tokens/s"
@@ -265,33 +265,33 @@ def trace_summary(trace: Any) -> str:
 
 
 def save_checkpoint(path: Path, state: dict[str, Any], config: ModelConfig, held_out: float) -> str:
-    """Write an unsharded model and its sizes. A broken-off write leaves the old file."""
-    part = path.with_name(path.name + ".part")
-    torch.save({"model": state, "config": dataclasses.asdict(config), "validation_loss": held_out}, part)
-    os.replace(part, path)
+    """Write the unsharded model and its sizes. An interrupted write leaves the old file intact."""
+    temporary = path.with_name(path.name + ".part")
+    torch.save({"model": state, "config": dataclasses.asdict(config), "validation_loss": held_out}, temporary)
+    os.replace(temporary, path)
     return f"wrote {path}"
 
 
-# ------------------------------------------------------------------------------------------------------- the launch
+# ------------------------------------------------------------------------------------------------------- launch
 
 
-def synchronize(device: str) -> None:
-    """Give this rank its part of the machine."""
+def set_up_device(device: str) -> None:
+    """Divide the CPU cores among the ranks of this node, or select this rank's GPU."""
     if device == "cpu":
-        neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // neighbours))
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks))
     else:
         torch.cuda.set_device(device)
 
 
 def join_ranks(device: str | None) -> pynccl.Communicator:
-    """The communicator of the launch, on what --device says."""
+    """Create the launch's communicator on the device of --device."""
     if device == "cpu":
         return pynccl.init(library=pynccl.load("host"))
     if device is None or device == "cuda":
         return pynccl.init()
-    # A GPU named by its number is every rank's. NCCL refuses two ranks of one host on one GPU unless it is told so
-    # (2.30 and later) or takes them for ranks of different hosts.
+    # All ranks share a GPU given by number. NCCL rejects two ranks of one host on one GPU, unless this is enabled
+    # (2.30 and later) or the ranks appear to be on different hosts.
     os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     os.environ.setdefault("NCCL_HOSTID", f"rank{os.environ.get('RANK', '0')}")
     return pynccl.init(device=device)

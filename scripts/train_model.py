@@ -1,6 +1,6 @@
-"""The model of train.py, unsharded or cut over ranks, and the text that it learns.
+"""The model of train.py, unsharded or sharded over ranks, and its training text.
 
-Activations are [sequence, batch, width], so that dimension 0 is the one that sequence parallelism cuts. N ranks:
+Activations are [sequence, batch, width], so that sequence parallelism shards dimension 0. On N ranks:
 
     residual stream, norms, embedding, head    [seq/N, batch, width]      each rank has its own positions
     attention, MLP                             [seq, batch, ../N]         each rank has its own heads and hidden units
@@ -21,13 +21,13 @@ import pynccl_autograd as ad
 from pynccl import Communicator
 
 VOCABULARY = 256  # bytes
-SHIPPED = "pydoc_data.topics"  # about 0.7 MB of English that comes with Python: its language reference
-HELD_OUT = 10  # one part in so many, the last one, is for validation
+TEXT_MODULE = "pydoc_data.topics"  # Python's language reference, about 0.7 MB of English, included in Python
+HELD_OUT = 10  # the last tenth of the text is for validation
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """What the weights' shapes follow from; a checkpoint carries it."""
+    """Sizes that determine the shapes of the weights; saved in the checkpoint."""
 
     layers: int = 2
     width: int = 128
@@ -35,10 +35,10 @@ class ModelConfig:
     seq: int = 128
 
     def problem(self, ranks: int) -> str:
-        """Why this model cannot be cut over so many ranks, as argparse says it; "" if it can."""
+        """Return why this model cannot be sharded over this number of ranks, in argparse's format, or ""."""
         if self.width % (2 * self.heads):
             twice = f"{2 * self.heads}, twice --heads {self.heads}"
-            return f"argument --width: {self.width} is not a multiple of {twice}: a head has an even number of columns"
+            return f"argument --width: {self.width} is not a multiple of {twice}: heads have an even number of columns"
         if self.heads % ranks:
             return f"argument --heads: {self.heads} is not divisible by {ranks} ranks; each rank computes heads/ranks"
         if self.seq % ranks:
@@ -47,13 +47,13 @@ class ModelConfig:
 
 
 class Attention(nn.Module):
-    """Causal self-attention; a rank computes heads/N heads over the whole sequence."""
+    """Causal self-attention. A rank computes heads/N heads over the full sequence."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.head_width = config.width // config.heads
-        # Rows of the weight are ordered [head, (q, k, v), head_width], so that a contiguous slice of rows is a set of
-        # whole heads. In the usual order, q then k then v, half of the rows would be q and half of k.
+        # Rows of the weight are ordered [head, (q, k, v), head_width], so that a contiguous slice of rows contains
+        # complete heads. In the usual order (all of q, then k, then v) a slice would mix rows of q and k.
         self.qkv: nn.Module = nn.Linear(config.width, 3 * config.width)
         self.out: nn.Module = nn.Linear(config.width, config.width)
 
@@ -66,7 +66,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm: what is added to the residual stream comes back from a reduce-scatter, already cut by position."""
+    """Pre-norm transformer block. A reduce-scatter returns the additions to the residual stream sharded by position."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
     def shard(self, comm: Communicator, overlap: Any) -> None:
-        """[seq/N, ..] is gathered by qkv and up, and their outputs are cut; out and down sum and cut the sequence."""
+        """Shard the layers: qkv and up gather [seq/N, ..], out and down sum over ranks and scatter the sequence."""
         options = {"sequence_parallel": True, "overlap": overlap}
         self.attention.qkv = ad.ColumnParallelLinear.from_linear(self.attention.qkv, comm, **options)
         self.attention.out = ad.RowParallelLinear.from_linear(self.attention.out, comm, **options)
@@ -104,10 +104,10 @@ class Transformer(nn.Module):
             nn.init.normal_(parameter, std=0.02)
 
     def shard(self, comm: Communicator, overlap: Any = "auto") -> Transformer:
-        """Keep this rank's part of the weights, which are equal on all ranks; returns the model.
+        """Keep this rank's shard of the weights, which must be equal on all ranks. Return the model.
 
-        Embedding, positions, norms and head stay whole, but each rank uses them for its own positions only: their
-        gradients are parts, which `finish_gradients` sums. The parallel layers do all that theirs need.
+        Embedding, positions, norms and head stay replicated, but each rank applies them to its own positions only, so
+        their gradients are partial and `finish_gradients` sums them. The parallel layers complete their own gradients.
         """
         self.comm = comm
         for block in self.blocks:
@@ -115,24 +115,24 @@ class Transformer(nn.Module):
             block.shard(comm, overlap)
         for parameter in self.parameters():
             if not hasattr(parameter, "shard"):
-                parameter.shard = ad.Shard(comm, None, parameter.shape, partial=True)  # type: ignore[attr-defined]
+                ad.set_shard(parameter, ad.Shard(comm, None, parameter.shape, partial=True))
         return self
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """tokens, targets [seq, batch], the same on all ranks -> their mean loss, the same on all ranks, a scalar."""
+        """Return the scalar mean loss of tokens, targets [seq, batch]. Inputs and loss are the same on all ranks."""
         rank, ranks = (self.comm.rank, self.comm.size) if self.comm else (0, 1)
-        own = slice(rank * len(tokens) // ranks, (rank + 1) * len(tokens) // ranks)
-        x = self.embedding(tokens[own]) + self.position[own]
+        local = slice(rank * len(tokens) // ranks, (rank + 1) * len(tokens) // ranks)
+        x = self.embedding(tokens[local]) + self.position[local]
         for block in self.blocks:
             x = block(x)
         logits = self.head(self.norm(x))
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # a softmax follows
-        loss = F.cross_entropy(logits.flatten(0, 1), targets[own].flatten(), reduction="sum") / targets.numel()
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # for the softmax
+        loss = F.cross_entropy(logits.flatten(0, 1), targets[local].flatten(), reduction="sum") / targets.numel()
         return ad.all_reduce(loss, self.comm, grad="replicated") if self.comm else loss
 
 
 def llama(config: ModelConfig) -> nn.Module:
-    """A Llama of transformers with random weights, and bytes as words."""
+    """Return a transformers Llama with random weights and a vocabulary of bytes."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return LlamaForCausalLM(
@@ -142,7 +142,7 @@ def llama(config: ModelConfig) -> nn.Module:
             intermediate_size=2 * config.width,
             num_hidden_layers=config.layers,
             num_attention_heads=config.heads,
-            num_key_value_heads=1,  # which every rank has whole
+            num_key_value_heads=1,  # replicated on every rank
             max_position_embeddings=config.seq,
             tie_word_embeddings=True,
         )
@@ -150,19 +150,19 @@ def llama(config: ModelConfig) -> nn.Module:
 
 
 class Batch(NamedTuple):
-    """targets are tokens shifted by one; both [seq, batch], int64."""
+    """Token ids and targets, both [seq, batch], int64. Targets are the tokens shifted by one."""
 
     tokens: Tensor
     targets: Tensor
 
 
 class Windows:
-    """An endless supply of random windows of a text, determined by the seed alone."""
+    """Random windows of a text, determined by the seed only."""
 
     def __init__(self, text: bytes, seq: int, batch: int, device: str, seed: int = 0) -> None:
         self.text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         self.seq, self.batch, self.device = seq, batch, device
-        self.generator = torch.Generator().manual_seed(seed)  # of the CPU: the same numbers on every device
+        self.generator = torch.Generator().manual_seed(seed)  # on the CPU: the same numbers for every device
 
     def next(self) -> Batch:
         starts = torch.randint(len(self.text) - self.seq, (self.batch,), generator=self.generator)
@@ -172,12 +172,12 @@ class Windows:
 
 
 def read_text(seq: int) -> tuple[bytes, bytes]:
-    """(to learn from, to validate on) of a module that comes with Python. ValueError if it is too short for `seq`."""
-    spec = importlib.util.find_spec(SHIPPED)
+    """Return (training text, validation text) from Python's documentation. Raises ValueError if too short for `seq`."""
+    spec = importlib.util.find_spec(TEXT_MODULE)
     if spec is None or spec.origin is None:
-        raise ValueError(f"this Python comes without {SHIPPED}, the text that is learnt")
+        raise ValueError(f"this Python lacks {TEXT_MODULE}, the training text; use a Python that includes it")
     text = Path(spec.origin).read_bytes()
     if len(text) < (needed := (seq + 1) * HELD_OUT):
         raise ValueError(f"the text has {len(text)} bytes, --seq {seq} needs at least {needed}; pass a smaller --seq")
-    cut = len(text) - len(text) // HELD_OUT
-    return text[:cut], text[cut:]
+    end = len(text) - len(text) // HELD_OUT
+    return text[:end], text[end:]

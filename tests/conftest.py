@@ -1,4 +1,4 @@
-"""What every test has: the host library by default, the pool of ranks, one skip for all GPU tests without a GPU."""
+"""Configuration of all tests: the host library by default, pools of ranks, and one skip for all GPU tests."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-# Before anything loads torch. The tests of this process run on the host library also where there is a GPU; GPU tests
-# choose their library through the environment of their own ranks. Two cores are few: no thread team per process.
+# Set before torch is imported. Tests in this process use the host library even if there is a GPU; GPU tests select
+# their library in the environment of their own ranks. One thread per process, as there are few cores.
 os.environ.setdefault("PYNCCL_LIBRARY", "host")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# A shell starts background jobs with SIGINT ignored, which all of their children inherit; some tests send it.
+# A shell starts background jobs with SIGINT ignored, and all their children inherit that. Some tests send SIGINT.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-# What killed ranks leave of their flight recorders goes when the run ends; a worker of pytest-xdist has its own folder.
+# Flight records of killed ranks are removed when the run ends. Each worker of pytest-xdist has its own folder.
 if "PYNCCL_WATCH_DIR" not in os.environ or "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["PYNCCL_WATCH_DIR"] = tempfile.mkdtemp(prefix="pynccl-tests-watch-")
     atexit.register(shutil.rmtree, os.environ["PYNCCL_WATCH_DIR"], ignore_errors=True)
@@ -31,7 +31,7 @@ GPU_TESTS = Path(__file__).parent / "gpu"
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
-    """Ranks on the host library, one pool for the whole run; see ranks.py."""
+    """Ranks on the host library: one pool for the entire run; see ranks.py."""
     pool = RankPool()
     yield pool
     pool.close()
@@ -39,7 +39,7 @@ def ranks() -> Iterator[RankPool]:
 
 @pytest.fixture
 def doomed() -> Iterator[RankPool]:
-    """Ranks that this test may end."""
+    """Ranks that the test may kill."""
     pool = RankPool()
     yield pool
     pool.close()
@@ -50,20 +50,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in gpu_tests:
         item.add_marker(pytest.mark.gpu)
     if gpu_tests and not _has_gpu():
-        _skip_in_one_line(
-            config, items, gpu_tests, "need a CUDA GPU; scripts/gpu/gpu_check.py runs them where there is one"
-        )
+        _skip_in_one_line(config, items, gpu_tests, "need a CUDA GPU; scripts/gpu/gpu_check.py runs them on one")
     page_tests = [item for item in items if "browser" in getattr(item, "fixturenames", ())]
     if page_tests and find_browser() is None:
         _skip_in_one_line(config, items, page_tests, "open a page in Chromium: apt install chromium")
 
 
-def _skip_in_one_line(config: pytest.Config, items: list[pytest.Item], some: list[pytest.Item], what: str) -> None:
-    """The first of them is skipped and speaks for all; the others are deselected."""
-    some[0].add_marker(pytest.mark.skip(reason=f"{len(some)} tests {what}"))
-    config.hook.pytest_deselected(items=some[1:])
-    left_out = set(some[1:])
-    items[:] = [item for item in items if item not in left_out]
+def _skip_in_one_line(config: pytest.Config, items: list[pytest.Item], skipped: list[pytest.Item], reason: str) -> None:
+    """Skip the first item with a reason for all of them, and deselect the others."""
+    skipped[0].add_marker(pytest.mark.skip(reason=f"{len(skipped)} tests {reason}"))
+    config.hook.pytest_deselected(items=skipped[1:])
+    deselected = set(skipped[1:])
+    items[:] = [item for item in items if item not in deselected]
 
 
 def _has_gpu() -> bool:
@@ -74,9 +72,9 @@ def _has_gpu() -> bool:
 
 @pytest.fixture
 def unwatched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No recorder and no watchdog: for tests of how long objects live, and of how long an end takes to the tenth of a
-    second. The watchdog looks at the frames of the main thread, and what they hold lives until it has looked."""
+    """Disable flight recorder and watchdog, for tests of object lifetimes and of shutdown times of tenths of a second.
+    The watchdog inspects the main thread's frames, and objects that they hold live until it is done."""
     from pynccl.watch import watchdog
 
     monkeypatch.setenv("PYNCCL_WATCH", "off")
-    watchdog.stop()  # the next communicator of another test starts it again
+    watchdog.stop()  # the next communicator of another test restarts it

@@ -1,4 +1,4 @@
-"""Layers cut over the ranks of a communicator, and what their parameters are parts of."""
+"""Tensor-parallel layers, sharded models, their gradients and their checkpoints."""
 
 from .checkpoint import IncompatibleKeys, full_state_dict, load_full_state_dict, save_full_state_dict
 from .checkpoint_optimizer import (
@@ -12,7 +12,7 @@ from .dropout import Dropout
 from .gradients import FinishedInBackward, clip_grad_norm_, finish_gradients, finish_gradients_in_backward
 from .linear import ColumnParallelLinear, KeyValueLinear, RowParallelLinear
 from .replace import parallelize
-from .shards import Shard, describe, keep_shards
+from .shards import Shard, describe, keep_shards, set_shard
 from .vocabulary import VocabParallelEmbedding, VocabParallelHead, vocab_parallel_cross_entropy
 
 __all__ = [
@@ -39,5 +39,6 @@ __all__ = [
     "load_full_state_dict",
     "parallelize",
     "save_full_state_dict",
+    "set_shard",
     "vocab_parallel_cross_entropy",
 ]

@@ -1,4 +1,4 @@
-"""Bucket: many parameters' gradients as one flat tensor, which travels at once."""
+"""Bucket: the gradients of several parameters in one flat tensor, which one all_reduce averages."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from torch import Tensor, nn
 from ..torch_internals import copy_all
 from ..wire import Dtype
 
-ALIGNMENT = 64  # bytes: so that kernels may read a view of a flat tensor in their widest words
+ALIGNMENT = 64  # bytes, so that kernels can use their widest loads on a view of a flat tensor
 
 Named = tuple[str, nn.Parameter]
 
 
 class Bucket:
-    """Gradients of some parameters of one type and device.
+    """Gradients of parameters of one dtype and device.
 
-    flat    [n]: the gradients, one after the other, then one element a parameter that is not zero where it has a
-            gradient. The average of those tells who has one on any rank.
-    views   of it, each as its parameter
+    flat      [n]: the gradients, one after the other, then `has_grad`
+    has_grad  view of `flat` with one element per parameter: nonzero if it has a gradient. After the all_reduce, it is
+              nonzero if the parameter has a gradient on any rank
+    views     views of `flat`, each with the shape of its parameter
     """
 
     def __init__(self, named: Sequence[Named]) -> None:
@@ -31,40 +32,42 @@ class Bucket:
         step = max(1, ALIGNMENT // first.element_size())
         *starts, end = accumulate((-(-one.numel() // step) * step for one in self.parameters), initial=0)
         self.flat = torch.zeros(end + len(named), dtype=first.dtype, device=first.device)
-        self.marks = self.flat[end:]
-        self.views = [_like(self.flat[at:], one) for at, one in zip(starts, self.parameters, strict=True)]
+        self.has_grad = self.flat[end:]
+        self.views = [_view_like(self.flat[at:], one) for at, one in zip(starts, self.parameters, strict=True)]
 
-    def fill(self) -> None:
-        """The gradients into `flat`, but for those that are its views; zeros of what has none."""
+    def pack(self) -> None:
+        """Copy the gradients into `flat`, except those that are its views; write zeros where there is none."""
         grads = [parameter.grad for parameter in self.parameters]
-        there: list[tuple[Tensor, Tensor]] = []
+        copies: list[tuple[Tensor, Tensor]] = []
         for view, grad in zip(self.views, grads, strict=True):
             if grad is None:
                 view.zero_()
             elif not is_view(grad, view):
-                there.append((view, grad))
-        if there:
-            copy_all([view for view, _ in there], [grad for _, grad in there])
-        self.marks.fill_(1)
-        for mark, grad in zip(self.marks, grads, strict=True):
-            if grad is None:  # written there: a copy from the CPU waits for the GPU, and breaks a capture
-                mark.zero_()
+                copies.append((view, grad))
+        if copies:
+            copy_all([view for view, _ in copies], [grad for _, grad in copies])
+        self.has_grad.fill_(1)
+        for flag, grad in zip(self.has_grad, grads, strict=True):
+            if grad is None:  # set on the device: a copy from the CPU would synchronize, and break a graph capture
+                flag.zero_()
 
-    def let_go(self) -> None:
-        """No gradient is a view of `flat` any more."""
+    def detach_views(self) -> None:
+        """Set the gradients that are views of `flat` to None."""
         for parameter, view in zip(self.parameters, self.views, strict=True):
             if parameter.grad is not None and is_view(parameter.grad, view):
                 parameter.grad = None
 
-    def spread(self, as_views: bool) -> None:
-        """What is in `flat` to the gradients: also of those that have one on another rank alone."""
+    def unpack(self, as_views: bool) -> None:
+        """Copy `flat` back into the gradients, also of parameters that have one on other ranks only.
+
+        as_views: make the gradients views of `flat` instead."""
         lacking = any(parameter.grad is None for parameter in self.parameters)
-        has = (self.marks != 0).tolist() if lacking else [True] * len(self.views)  # reading them waits for the GPU
+        on_any_rank = (self.has_grad != 0).tolist() if lacking else [True] * len(self.views)  # reading it synchronizes
         to: list[Tensor] = []
         values: list[Tensor] = []
-        for parameter, view, somewhere in zip(self.parameters, self.views, has, strict=True):
+        for parameter, view, has_grad in zip(self.parameters, self.views, on_any_rank, strict=True):
             grad = parameter.grad
-            if not somewhere or (grad is not None and is_view(grad, view)):
+            if not has_grad or (grad is not None and is_view(grad, view)):
                 continue
             if as_views:
                 parameter.grad = view
@@ -77,11 +80,11 @@ class Bucket:
             copy_all(to, values)
 
 
-def cut_into_buckets(parameters: Iterable[Named], nbytes: float) -> list[list[Named]]:
-    """The parameters in reverse order, about that in which a backward pass has their gradients: of one type each.
+def assign_buckets(parameters: Iterable[Named], nbytes: float) -> list[list[Named]]:
+    """Assign the parameters to buckets of one dtype each, in reverse order, roughly that of their gradients.
 
-    A bucket is full with `nbytes`, or with an eighth of all if that is less: while the last one travels nothing is left
-    to hide it, and what travels first cannot begin before it is full. But not with less than nbytes / 16.
+    A bucket is full at `nbytes`, or at an eighth of all bytes if that is less (but at least nbytes / 16). With smaller
+    buckets the first all_reduce starts earlier, and the last one, which nothing hides, is shorter.
     """
     groups: dict[torch.dtype, list[tuple[int, Named]]] = {}
     for place, (name, parameter) in enumerate(reversed(list(parameters))):
@@ -90,33 +93,33 @@ def cut_into_buckets(parameters: Iterable[Named], nbytes: float) -> list[list[Na
     for group in groups.values():
         total = sum(parameter.nbytes for _, (_, parameter) in group)
         full = min(nbytes, max(total / 8, nbytes / 16))
-        held = full  # so that a bucket is begun
+        held = full  # so that the first parameter opens a bucket
         for one in group:
             if held >= full:
                 closed.append([])
                 held = 0
             closed[-1].append(one)
             held += one[1][1].nbytes
-    closed.sort(key=lambda bucket: bucket[-1][0])  # as they get full
+    closed.sort(key=lambda bucket: bucket[-1][0])  # in the order in which they get full
     return [[named for _, named in bucket] for bucket in closed]
 
 
 def wire_of(flat: Tensor, dtype: Dtype) -> Tensor:
-    """`flat` as NCCL takes it, in the type in which it is to be summed: its own memory, if that is its type."""
+    """Return `flat` as a real tensor of the dtype in which to reduce it: a view, if that is its own dtype."""
     real = as_real(flat)
     return real if dtype is None else real.to(dtype)
 
 
 def as_real(flat: Tensor) -> Tensor:
-    """Complex numbers as pairs, in the same memory."""
+    """Return a view of complex numbers as pairs of real ones; other tensors unchanged."""
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
 
 def is_view(grad: Tensor, view: Tensor) -> bool:
-    """Whether a gradient is that view of its bucket."""
+    """Return whether a gradient is this view of its bucket."""
     return grad.data_ptr() == view.data_ptr() and grad.stride() == view.stride()
 
 
-def _like(part: Tensor, parameter: Tensor) -> Tensor:
-    """A view with the strides of torch.empty_like: those of the parameter, if it lies in memory without gaps."""
-    return part.as_strided(parameter.shape, torch.empty_like(parameter, device="meta").stride())
+def _view_like(flat: Tensor, parameter: Tensor) -> Tensor:
+    """Return a view with the strides of torch.empty_like: those of the parameter, if its memory has no gaps."""
+    return flat.as_strided(parameter.shape, torch.empty_like(parameter, device="meta").stride())

@@ -1,7 +1,7 @@
-"""State dicts and files of the unsharded model, of a model whose parameters are parts.
+"""Full state dicts and checkpoints of models with sharded parameters.
 
-One whole tensor at a time is in memory, a file of them where rank 0 writes files. Names and shapes are those of the
-unsharded model, so what one number of ranks saves any other loads, and so does plain torch.
+Names and shapes are those of the unsharded model. So any number of ranks can load a checkpoint, and so can plain torch.
+One full tensor at a time is in memory; on rank 0, when it writes files, the tensors of one file.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from torch import Tensor, nn
 from pynccl import Communicator, progress
 from pynccl.bindings.values import instance, shown
 
-from ..agreement import caught, raise_on_all_ranks, run_on_all_ranks
+from ..agreement import raise_on_all_ranks, run_on_all_ranks, try_call
 from ..arguments import check_comm
 from .checkpoint_files import Path_, Saving, Source, check_types, source_of
-from .dtensors import cut_like, full_tensor, local_part
+from .dtensors import distribute_like, full_tensor, local_tensor
 from .shards import Shard, shard_of
 
 
 class IncompatibleKeys(NamedTuple):
-    """Names that a checkpoint has not, and names that the model has not."""
+    """Returned by `load_full_state_dict`: names missing from the checkpoint, and names that the model does not have."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
 
 
 class Entry(NamedTuple):
-    """A tensor of a model, under all the names that it has there."""
+    """A tensor of a model's state dict, with all its names."""
 
     names: list[str]
     tensor: Tensor
@@ -43,23 +43,24 @@ class Entry(NamedTuple):
     def shape(self) -> tuple[int, ...]:
         return tuple(self.tensor.shape) if self.shard is None else self.shard.shape
 
-    def own(self, whole: Tensor) -> Tensor:
-        return whole if self.shard is None else self.shard.own(whole)
+    def local(self, full: Tensor) -> Tensor:
+        """Return this rank's shard of the full tensor."""
+        return full if self.shard is None else self.shard.own(full)
 
     @torch.no_grad()
     def gather(self) -> Tensor:
-        """The whole, where the model is. A collective, if this is a part."""
-        part = self.tensor.detach()
-        return full_tensor(part) if self.shard is None else self.shard.gather(part)
+        """Return the full tensor, on the model's device. A collective, if it is sharded."""
+        shard = self.tensor.detach()
+        return full_tensor(shard) if self.shard is None else self.shard.gather(shard)
 
-    def whole(self) -> Tensor:
-        """The same on the CPU, in memory of its own."""
-        whole = self.gather()
-        return whole.to("cpu", copy=whole.data_ptr() == local_part(self.tensor).data_ptr())
+    def gather_to_cpu(self) -> Tensor:
+        """As `gather`, but return a copy on the CPU."""
+        full = self.gather()
+        return full.to("cpu", copy=full.data_ptr() == local_tensor(self.tensor).data_ptr())
 
 
 def entries_of(model: nn.Module) -> tuple[list[Entry], dict[str, Any]]:
-    """The tensors of its state dict, and what is in there besides them (`get_extra_state`)."""
+    """Return the tensors of the model's state dict, and its other values by name (from `get_extra_state`)."""
     found: dict[int, Entry] = {}
     others: dict[str, Any] = {}
     for name, value in model.state_dict(keep_vars=True).items():
@@ -71,7 +72,8 @@ def entries_of(model: nn.Module) -> tuple[list[Entry], dict[str, Any]]:
 
 
 def comm_of(operation: str, model: nn.Module, comm: Communicator | None) -> Communicator | None:
-    """`comm`, or the one that cuts the model's parameters, from which others may be split off; None: none does."""
+    """Return `comm`, or else the communicator over which the model is sharded; None: it is not sharded. If there are
+    several, it is the one from which the others were split."""
     if comm is not None:
         check_comm(operation, comm, model=model)
     instance(model, nn.Module, f"{operation}: model", "a torch.nn.Module")
@@ -80,13 +82,13 @@ def comm_of(operation: str, model: nn.Module, comm: Communicator | None) -> Comm
     shards = [shard for parameter in model.parameters() if (shard := shard_of(parameter)) is not None]
     found = {id(shard.comm): shard.comm for shard in shards}
     if len(found) > 1:
-        lines = [one.origin.line() for one in found.values()]
-        above = [one for one in found.values() if all(one.origin in line for line in lines)]
+        lines = [one._lineage.line() for one in found.values()]
+        above = [one for one in found.values() if all(one._lineage in line for line in lines)]
         if len(above) == 1:
             return above[0]
         raise ValueError(
-            f"{operation}: the parameters are cut over {len(found)} communicators; pass comm=, that of all their "
-            "ranks, such as Mesh.comm"
+            f"{operation}: the parameters are sharded over {len(found)} communicators; pass comm= with one of all "
+            "their ranks, such as Mesh.comm"
         )
     return next(iter(found.values()), None)
 
@@ -99,46 +101,53 @@ def is_first(comm: Communicator | None) -> bool:
 
 
 def full_state_dict(model: nn.Module, comm: Communicator | None = None, rank0_only: bool = True) -> dict[str, Any]:
-    """The state dict of the unsharded model, on the CPU. Every rank must call it.
+    """Return the state dict of the unsharded model, on the CPU. A collective: every rank must call it.
 
-    comm        the ranks that do; None: the communicator that cuts the parameters; of several, the one that the others
-                were split off
-    rank0_only  the others get {}, so that one of them has the whole model in memory
+    comm        communicator of the ranks that call it; None: the one over which the parameters are sharded, or from
+                which the others were split
+    rank0_only  True: ranks other than 0 get {}, so that only one has the full model in memory. False: all get it
 
-    One parameter at a time is gathered. Buffers, and parameters that every rank has, are this rank's. Tied parameters
-    are tied. ValueError for parameters on the meta device; for parameters cut over several communicators without comm.
+    Parameters are gathered one at a time. Buffers and replicated parameters are this rank's. Tied parameters stay tied.
+    ValueError if a tensor is on the meta device, or if the parameters are sharded over unrelated communicators and comm
+    is not given.
     """
     comm = comm_of("full_state_dict", model, comm)
     entries, others = entries_of(model)
     run_on_all_ranks(comm, lambda: check_values("full_state_dict", entries))
     keep = not rank0_only or is_first(comm)
-    wholes: dict[str, Any] = dict(others)
+    full: dict[str, Any] = dict(others)
     for entry in progress.over(entries, "gathering", "tensor", own=is_first(comm)):
         if keep:
-            wholes.update(dict.fromkeys(entry.names, entry.whole()))
+            full.update(dict.fromkeys(entry.names, entry.gather_to_cpu()))
         else:
             entry.gather()
-    return {name: wholes[name] for name in model.state_dict(keep_vars=True)} if keep else {}
+    return {name: full[name] for name in model.state_dict(keep_vars=True)} if keep else {}
 
 
 def save_full_state_dict(
     model: nn.Module, path: Path_, max_shard_bytes: float = 5e9, *, comm: Communicator | None = None
 ) -> None:
-    """The state dict of the unsharded model, in files of safetensors that rank 0 writes. Every rank must call it.
+    """Save the unsharded model's state dict as safetensors, in Hugging Face's layout.
 
-    Of data-parallel replicas let one save, or all with comm= the communicator of all. Several that save with the same
-    path each write a whole checkpoint, and the last one stays; it can be loaded when all have returned.
+    A collective: every rank must call it. Rank 0 writes the files.
 
-    path             a file .safetensors; or a folder, made if need be: model.safetensors, or files of up to
-                     max_shard_bytes (or one tensor) each with model.safetensors.index.json, as Hugging Face names them
-    max_shard_bytes  bytes
-    comm             as of `full_state_dict`
+        ad.save_full_state_dict(model, "checkpoint")
+        ad.load_full_state_dict(model, "checkpoint")     # on any number of ranks
 
-    One file at a time is in rank 0's memory, on the other ranks one tensor. The checkpoint that is there is replaced
-    once the new one is on the disk: whenever the process is killed, one of the two is loaded, whole, and the next save
-    removes what was left. A tied parameter is written once, under its first name. What fails on rank 0 raises on every
-    rank: OSError if the disk is full, for example. TypeError for what is no tensor, and for types that the format does
-    not have; ImportError without the package safetensors.
+    path             a .safetensors file; or a folder, which is created if needed, for model.safetensors, or for several
+                     files with model.safetensors.index.json if the model is larger than max_shard_bytes
+    max_shard_bytes  maximum size of a file in a folder, in bytes. A larger tensor gets its own file. Default: 5 GB
+    comm             as for `full_state_dict`. With data parallelism, save one replica, or pass the communicator of all
+                     ranks
+
+    Rank 0 holds the tensors of one file in memory, other ranks one tensor. The save is atomic: the new checkpoint
+    replaces the old one when it is complete on disk. If the process is killed, the old or the new one is intact, and
+    the next save removes leftover files. If several processes save to the same path at the same time, each writes a
+    complete checkpoint and the last one remains; load it after all have returned.
+
+    A tied parameter is written once, under its first name. An error on rank 0 raises on every rank, for example OSError
+    if the disk is full. TypeError if the state dict has values other than tensors, or dtypes that safetensors does not
+    support. ImportError without the package safetensors.
     """
     operation = "save_full_state_dict"
     comm = comm_of(operation, model, comm)
@@ -149,8 +158,8 @@ def save_full_state_dict(
     try:
         for entry in progress.over(entries, "saving", "tensor", own=is_first(comm)):
             if saving is not None and problem is None:
-                _, problem = caught(partial(_add, saving, entry))
-            else:  # every rank takes part in every gather, also after rank 0 has failed
+                _, problem = try_call(partial(_add, saving, entry))
+            else:  # also after rank 0 has failed: the other ranks wait in the gather
                 entry.gather()
         raise_on_all_ranks(comm, problem)
         run_on_all_ranks(comm, lambda: None if saving is None else saving.finish())
@@ -160,16 +169,19 @@ def save_full_state_dict(
 
 
 def _add(saving: Saving, entry: Entry) -> None:
-    saving.add(entry.names, entry.whole())
+    saving.add(entry.names, entry.gather_to_cpu())
 
 
 def _check_save(operation: str, path: Any, entries: list[Entry], others: dict[str, Any], max_shard_bytes: Any) -> None:
-    instance(path, (str, os.PathLike), f"{operation}: path", "a file .safetensors, or a folder")
+    instance(path, (str, os.PathLike), f"{operation}: path", "a .safetensors file, or a folder")
     instance(max_shard_bytes, (int, float), f"{operation}: max_shard_bytes", "a number of bytes")
     if not max_shard_bytes > 0:
         raise ValueError(f"{operation}: max_shard_bytes is {shown(max_shard_bytes)}, expected a number above 0")
     if others:
-        raise TypeError(f"{operation}: {next(iter(others))} is no tensor: files of safetensors hold tensors alone")
+        raise TypeError(
+            f"{operation}: {next(iter(others))} of the state dict is not a tensor, and safetensors files hold only "
+            "tensors; save full_state_dict(model) with torch.save instead"
+        )
     check_values(operation, entries)
     check_types(operation, {entry.tensor.dtype: entry.names[0] for entry in entries})
 
@@ -178,8 +190,8 @@ def check_values(operation: str, entries: list[Entry]) -> None:
     for entry in entries:
         if entry.tensor.is_meta:
             raise ValueError(
-                f"{operation}: {entry.names[0]} is on the meta device: it has no values; load a checkpoint first, or "
-                "use to_empty() and an init"
+                f"{operation}: {entry.names[0]} is on the meta device, so it has no values; load a checkpoint first, "
+                "or call to_empty() and initialize it"
             )
 
 
@@ -194,23 +206,26 @@ def load_full_state_dict(
     comm: Communicator | None = None,
     device: Any = None,
 ) -> IncompatibleKeys:
-    """Each rank's part of an unsharded checkpoint, into the model's parameters and buffers. Every rank must call it.
+    """Load an unsharded checkpoint into a sharded model: each rank reads its shard. Every rank must call it.
 
-    state   a state dict; or a file .safetensors, an index .safetensors.index.json, or a folder with one of them, of
-            which each rank maps what it needs. None on all ranks but 0: it broadcasts tensor by tensor
-    strict  RuntimeError, as of Module.load_state_dict, for names that either side has not. Nothing is loaded then
-    comm    as of `full_state_dict`
-    device  for what is on the meta device, which is made when its turn comes; None: that of the communicator
+    state   a state dict; or the path of a .safetensors file, of an index .safetensors.index.json, or of a folder with
+            one of them, which each rank maps into memory. If only rank 0 has it, pass None on the other ranks: rank 0
+            broadcasts one tensor at a time
+    strict  True: raise RuntimeError if the names in the checkpoint and in the model differ, as Module.load_state_dict
+            does. Nothing is loaded then
+    comm    as for `full_state_dict`
+    device  where to allocate tensors that are on the meta device, one at a time; None: the communicator's device
 
-    A tied parameter needs one of its names. Values take the parameter's type. RuntimeError if a shape is not that of
-    the whole parameter; ValueError for files that are not whole. What is wrong on one rank raises on all, before
-    anything is loaded; but what then cannot be read leaves the model with a part of the checkpoint.
+    Returns the missing and unexpected names. For a tied parameter, one of its names is enough. Values are converted to
+    the parameter's dtype. RuntimeError if a shape is not that of the full parameter, ValueError if a file is not
+    complete. An error on one rank raises on all, before anything is loaded. Only a read error during loading leaves the
+    model with a part of the checkpoint.
     """
     operation = "load_full_state_dict"
     comm = comm_of(operation, model, comm)
     source = source_of(operation, comm, state)
     entries, extra = entries_of(model)
-    # Of several names the last one that is there, as torch's load_state_dict has it.
+    # Of a tied parameter's names, the last one in the checkpoint counts, as in torch's load_state_dict.
     names = [next((name for name in reversed(entry.names) if name in source.shapes), None) for entry in entries]
     missing = [name for entry, there in zip(entries, names, strict=True) if there is None for name in entry.names]
     missing += [name for name in extra if name not in source.others]
@@ -221,7 +236,7 @@ def load_full_state_dict(
     pairs = list(zip(entries, names, strict=True))
     for entry, name in progress.over(pairs, "loading", "tensor", own=is_first(comm)):
         if name is not None:
-            _, wrong = caught(partial(_load, model, entry, source, name, device, comm))
+            _, wrong = try_call(partial(_load, model, entry, source, name, device, comm))
             problem = problem or wrong
     raise_on_all_ranks(comm, problem)
     for name in extra:
@@ -231,22 +246,22 @@ def load_full_state_dict(
 
 
 def _check_load(model: nn.Module, source: Source, entries: list[Entry], strict: IncompatibleKeys | None) -> None:
-    """RuntimeError for other shapes and, if strict, for names that either side has not."""
+    """Raise RuntimeError for wrong shapes and, if strict, for missing and unexpected names."""
     wrong = [
-        f"size mismatch for {name}: found {list(source.shapes[name])}, expected {list(entry.shape)}, that of the whole"
+        f"size mismatch for {name}: found {list(source.shapes[name])}, expected the full {list(entry.shape)}"
         for entry in entries
         for name in entry.names
         if name in source.shapes and source.shapes[name] != entry.shape
     ]
     if strict is not None:
-        unexpected, missing = _listed("Unexpected", strict.unexpected_keys), _listed("Missing", strict.missing_keys)
-        wrong = unexpected + missing + wrong + _left_on_meta(model)
+        names = _keys_error("Unexpected", strict.unexpected_keys) + _keys_error("Missing", strict.missing_keys)
+        wrong = names + wrong + _left_on_meta(model)
     if wrong:
         text = "\n\t".join(wrong)
         raise RuntimeError(f"Error(s) in loading state_dict for {type(model).__name__}:\n\t{text}")
 
 
-def _listed(which: str, names: list[str]) -> list[str]:
+def _keys_error(which: str, names: list[str]) -> list[str]:
     text = ", ".join(f'"{name}"' for name in names)
     return [f"{which} key(s) in state_dict: {text}. "] if names else []
 
@@ -254,19 +269,19 @@ def _listed(which: str, names: list[str]) -> list[str]:
 def _left_on_meta(model: nn.Module) -> list[str]:
     kept = {id(value) for value in model.state_dict(keep_vars=True).values()}
     names = ", ".join(name for name, buffer in model.named_buffers() if buffer.is_meta and id(buffer) not in kept)
-    text = f"on the meta device and in no checkpoint, since not persistent: {names}; compute them first"
+    text = f"non-persistent buffers on the meta device, which no checkpoint has: {names}; compute them first"
     return [text] if names else []
 
 
 @torch.no_grad()
 def _load(model: nn.Module, entry: Entry, source: Source, name: str, device: Any, comm: Communicator | None) -> None:
-    own = entry.own(source.read(name))
+    local = entry.local(source.read(name))
     if not entry.tensor.is_meta:
-        entry.tensor.copy_(cut_like(own, entry.tensor))
+        entry.tensor.copy_(distribute_like(local, entry.tensor))
         return
     comm = comm if entry.shard is None else entry.shard.comm
     made = torch.empty_like(entry.tensor, device=device or ("cpu" if comm is None else comm.device))
-    made.copy_(own)
+    made.copy_(local)
     if isinstance(entry.tensor, nn.Parameter):
         made = nn.Parameter(made, requires_grad=entry.tensor.requires_grad)
         made.__dict__.update(entry.tensor.__dict__)

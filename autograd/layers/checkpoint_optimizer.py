@@ -1,5 +1,5 @@
-"""State of an optimizer whose parameters are parts: as the unsharded model's has it; and, with the model's, for
-torch.distributed.checkpoint, saved on N ranks and loaded on any number."""
+"""Optimizer states of models with sharded parameters: full ones, as of the unsharded model; and sharded ones, with the
+model's, for torch.distributed.checkpoint. Any number of ranks can load both."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from torch import Tensor, nn
 from pynccl import Communicator
 from pynccl.bindings.values import instance, shown
 
-from ..agreement import caught, difference, raise_on_all_ranks, run_on_all_ranks
+from ..agreement import difference, raise_on_all_ranks, run_on_all_ranks, try_call
 from .checkpoint import Entry, check_values, comm_of, entries_of, is_first
 from .checkpoint_files import Source, source_of
-from .dtensors import cut_like, is_dtensor
+from .dtensors import distribute_like, is_dtensor
 from .shards import Box, Shard, shard_of
 
-_BETWEEN = "\0"  # a parameter's name and a key of its optimizer state
-_KEEP_PLACE = ("detach", "clone", "cpu", "to", "contiguous", "pin_memory", "new_empty", "empty_like", "__deepcopy__")
+_SEPARATOR = "\0"  # between a parameter's name and a key of its optimizer state
+_KEEP_SHARD = ("detach", "clone", "cpu", "to", "contiguous", "pin_memory", "new_empty", "empty_like", "__deepcopy__")
 
-# ------------------------------------------------------------------------------------------------- of the whole
+# ------------------------------------------------------------------------------------------------- full states
 
 
 def full_optimizer_state_dict(
     model: nn.Module, optimizer: torch.optim.Optimizer, comm: Communicator | None = None, rank0_only: bool = True
 ) -> dict[str, Any]:
-    """State of the unsharded model's optimizer, on the CPU, by names of parameters. Every rank must call it.
+    """Return the optimizer state of the unsharded model, on the CPU, by parameter names. Every rank must call it.
 
         {"state": {name: {"exp_avg": tensor, ..}}, "param_groups": [{"params": [name, ..], "lr": .., ..}]}
 
-    comm, rank0_only: as of `full_state_dict`. A tensor of the shape of the parameter's part is gathered as the
-    parameter is, one at a time; numbers and tensors of one element are this rank's. ValueError for other shapes, such
-    as Adafactor's rows and columns; for an optimizer with parameters that are not the model's, or with other state on
-    another rank.
+    comm, rank0_only: as for `full_state_dict`. State tensors with the shape of this rank's shard are gathered like the
+    parameter, one at a time. Numbers and one-element tensors are this rank's. ValueError for other shapes, such as
+    Adafactor's rows and columns; if the optimizer has parameters that are not the model's; and if the ranks have state
+    for different parameters.
     """
     operation = "full_optimizer_state_dict"
     comm = comm_of(operation, model, comm)
@@ -49,7 +49,8 @@ def full_optimizer_state_dict(
         for key in held[name]:
             value = optimizer.state[parameter][key]
             if isinstance(value, Tensor):
-                value = Entry([], value, _cut_of(parameter) if value.shape == parameter.shape else None).whole()
+                shard = _shard_along_dim(parameter) if value.shape == parameter.shape else None
+                value = Entry([], value, shard).gather_to_cpu()
             if keep:
                 state.setdefault(name, {})[key] = value
     groups = [{**group, "params": [names[one] for one in group["params"]]} for group in optimizer.param_groups]
@@ -63,38 +64,42 @@ def load_full_optimizer_state_dict(
     *,
     comm: Communicator | None = None,
 ) -> None:
-    """Each rank's part of what `full_optimizer_state_dict` made, on any number of ranks. Every rank must call it.
+    """Load this rank's shard of a state from `full_optimizer_state_dict`, on any number of ranks. Every rank must call
+    it.
 
-    state: on every rank; or None on all but rank 0, which broadcasts it tensor by tensor. Groups are matched by their
-    place, parameters by name. Parameters without state there get none. ValueError if the groups have other parameters,
-    RuntimeError for a tensor with more than one element that has not the whole parameter's shape.
+    state   on every rank; or None on all ranks but 0, which broadcasts one tensor at a time
+    comm    as for `full_state_dict`
+
+    Groups are matched by their position, parameters by name. Parameters without saved state get none. ValueError if the
+    groups have different parameters. RuntimeError if a tensor of more than one element does not have the shape of the
+    full parameter.
     """
     operation = "load_full_optimizer_state_dict"
     comm = comm_of(operation, model, comm)
     names = run_on_all_ranks(comm, lambda: _names_in(operation, model, optimizer))
-    flat = run_on_all_ranks(comm, lambda: None if state is None else _flat(operation, state))
+    flat = run_on_all_ranks(comm, lambda: None if state is None else _flattened(operation, state))
     source = source_of(operation, comm, flat)
     groups = source.others.pop("")
-    run_on_all_ranks(comm, lambda: _check_given(operation, optimizer, names, groups, source.shapes))
+    run_on_all_ranks(comm, lambda: _check_checkpoint(operation, optimizer, names, groups, source.shapes))
     numbers = {name: number for number, name in enumerate(names.values())}
     parameters = {name: parameter for parameter, name in names.items()}
-    parts: dict[int, dict[str, Any]] = {}
+    local: dict[int, dict[str, Any]] = {}
     problem: Exception | None = None
     for row in (*source.shapes, *source.others):
-        name, _, key = row.partition(_BETWEEN)
+        name, _, key = row.partition(_SEPARATOR)
         if name in parameters:
             value, wrong = source.others.get(row), None
             if row in source.shapes:
-                value, wrong = caught(partial(_own, source, row, parameters[name]))
+                value, wrong = try_call(partial(_read_local, source, row, parameters[name]))
             problem = problem or wrong
-            parts.setdefault(numbers[name], {})[key] = value
+            local.setdefault(numbers[name], {})[key] = value
     raise_on_all_ranks(comm, problem)
     packed = [{**group, "params": [numbers[name] for name in group["params"]]} for group in groups]
-    optimizer.load_state_dict({"state": parts, "param_groups": packed})
+    optimizer.load_state_dict({"state": local, "param_groups": packed})
 
 
 def _names_in(operation: str, model: nn.Module, optimizer: Any) -> dict[Tensor, str]:
-    """parameter -> name, in the optimizer's order."""
+    """Return the name of each of the optimizer's parameters, in its order."""
     instance(optimizer, torch.optim.Optimizer, f"{operation}: optimizer", "a torch.optim.Optimizer")
     known = {parameter: name for name, parameter in model.named_parameters()}
     found: dict[Tensor, str] = {}
@@ -103,64 +108,66 @@ def _names_in(operation: str, model: nn.Module, optimizer: Any) -> dict[Tensor, 
             if parameter not in known:
                 raise ValueError(
                     f"{operation}: the optimizer has a parameter of shape {list(parameter.shape)} that is not the "
-                    "model's; make the optimizer after the model is materialised and cut"
+                    "model's; make the optimizer after parallelize, and after loading a model of the meta device"
                 )
             found[parameter] = known[parameter]
     return found
 
 
-def _cut_of(parameter: Tensor) -> Shard | None:
+def _shard_along_dim(parameter: Tensor) -> Shard | None:
+    """Return the parameter's Shard; None: it is replicated, also if its gradients are partial."""
     shard = shard_of(parameter)
     return None if shard is None or shard.dim is None else shard
 
 
 def _check_state(operation: str, optimizer: torch.optim.Optimizer, names: dict[Tensor, str]) -> None:
     for parameter, name in names.items():
-        if _cut_of(parameter) is None:
+        if _shard_along_dim(parameter) is None:
             continue
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor) and value.numel() != 1 and value.shape != parameter.shape:
                 raise ValueError(
-                    f"{operation}: {key} of {name} has shape {list(value.shape)}, expected that of this rank's part, "
-                    f"{list(parameter.shape)}, or one element: nothing says how to gather it"
+                    f"{operation}: cannot gather {key} of {name}: it has shape {list(value.shape)}, expected that of "
+                    f"this rank's shard, {list(parameter.shape)}, or one element; use an optimizer whose state is "
+                    "elementwise"
                 )
 
 
 def _check_same_state(operation: str, comm: Communicator | None, held: dict[str, list[str]]) -> None:
-    """ValueError, on all ranks, if one has state that another has not: who gathers it would wait for ever."""
+    """Raise ValueError, on all ranks, if one has state that another does not have: gathering it would hang."""
     if comm is None:
         return
-    other = difference(comm, {"which parameters it has": list(held)}) or difference(
-        comm, {f"that of {name}: here {keys}": keys for name, keys in held.items()}
+    other = difference(comm, {"their parameters": list(held)}) or difference(
+        comm, {f"the state of {name}, which is {keys} here": keys for name, keys in held.items()}
     )
     if other is not None:
         raise ValueError(
-            f"{operation}: the ranks have other state: {other}; every rank needs a step of the same parameters (one "
-            "without gradient has none: give it zeros)"
+            f"{operation}: {other}; step the same parameters on every rank (a parameter without a gradient gets no "
+            "state: set its .grad to zeros)"
         )
 
 
-def _own(source: Source, row: str, parameter: Tensor) -> Tensor:
-    whole = source.read(row)
-    shard = _cut_of(parameter)
-    own = (whole if shard is None or tuple(whole.shape) != shard.shape else shard.own(whole)).clone()
-    return cut_like(own, parameter) if own.shape == parameter.shape else own
+def _read_local(source: Source, row: str, parameter: Tensor) -> Tensor:
+    full = source.read(row)
+    shard = _shard_along_dim(parameter)
+    local = (full if shard is None or tuple(full.shape) != shard.shape else shard.own(full)).clone()
+    return distribute_like(local, parameter) if local.shape == parameter.shape else local
 
 
-def _flat(operation: str, state: Any) -> dict[str, Any]:
-    """Name and key of the state -> value; "" -> the groups."""
+def _flattened(operation: str, state: Any) -> dict[str, Any]:
+    """Return one dict of all values, by name and key of the state, with the groups under ""."""
     try:
         groups = [dict(group) for group in state["param_groups"]]
-        rows = {f"{name}{_BETWEEN}{key}": one for name, row in state["state"].items() for key, one in row.items()}
+        rows = {f"{name}{_SEPARATOR}{key}": one for name, row in state["state"].items() for key, one in row.items()}
         return {"": groups, **rows}
     except (TypeError, KeyError, AttributeError, ValueError):
         raise TypeError(
-            f"{operation}: state is {shown(state)}, expected what full_optimizer_state_dict makes: "
+            f"{operation}: state is {shown(state)}, expected the return value of full_optimizer_state_dict: "
             '{"state": {name: {..}}, "param_groups": [..]}'
         ) from None
 
 
-def _check_given(
+def _check_checkpoint(
     operation: str,
     optimizer: torch.optim.Optimizer,
     names: dict[Tensor, str],
@@ -168,44 +175,47 @@ def _check_given(
     shapes: Mapping[str, tuple[int, ...]],
 ) -> None:
     _check_groups(operation, optimizer, names, [set(group.get("params", ())) for group in groups])
-    shards = {name: _cut_of(parameter) for parameter, name in names.items()}
+    shards = {name: _shard_along_dim(parameter) for parameter, name in names.items()}
     for row, shape in shapes.items():
-        name, _, key = row.partition(_BETWEEN)
+        name, _, key = row.partition(_SEPARATOR)
         shard = shards.get(name)
         if shard is not None and torch.Size(shape).numel() != 1 and shape != shard.shape:
             raise RuntimeError(
                 f"{operation}: size mismatch for {key} of {name}: found {list(shape)}, expected {list(shard.shape)}, "
-                "that of the whole parameter"
+                "the shape of the full parameter"
             )
 
 
 def _check_groups(
-    operation: str, optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], given: list[set[str]]
+    operation: str, optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], saved: list[set[str]]
 ) -> None:
-    """That the groups of a checkpoint have the parameters that those of the optimizer have."""
-    own = [{names[one] for one in group["params"]} for group in optimizer.param_groups]
-    found, expected = set().union(*given), set().union(*own)
+    """Check that the groups of a checkpoint have the same parameters as the optimizer's."""
+    groups = [{names[one] for one in group["params"]} for group in optimizer.param_groups]
+    found, expected = set().union(*saved), set().union(*groups)
     if found != expected:
         raise ValueError(
-            f"{operation}: the state is of other parameters: without {sorted(expected - found)}, and with "
-            f"{sorted(map(str, found - expected))}, which this optimizer has not"
+            f"{operation}: the state has other parameters than the optimizer: missing {sorted(expected - found)}, "
+            f"unexpected {sorted(map(str, found - expected))}; load it into an optimizer of the same model"
         )
-    if own != given:
-        raise ValueError(f"{operation}: the groups have the parameters in another way; expected {own}, got {given}")
+    if groups != saved:
+        raise ValueError(
+            f"{operation}: the parameters are grouped differently: got {saved}, expected {groups}; make the optimizer "
+            "with the groups that were saved"
+        )
 
 
-# ------------------------------------------------------------------------------------------------- in parts
+# ------------------------------------------------------------------------------------------------- sharded states
 
 
 def dcp_state_dict(model: nn.Module) -> dict[str, Any]:
-    """What torch.distributed.checkpoint saves of the model and loads into it, each rank its part.
+    """Return a state dict for torch.distributed.checkpoint (DCP): each rank saves and loads its shards.
 
         dcp.save(ad.dcp_state_dict(model), checkpoint_id=folder)
         dcp.load(ad.dcp_state_dict(model), checkpoint_id=folder)     # in place, on any number of ranks
 
-    Names and shapes in the checkpoint are those of the unsharded model: a plain model loads it too. The parts may be
-    uneven, which DTensor's Shard can say in one way only. Tensors share memory with the model's; tied parameters are
-    stored under their first name. ValueError for parameters on the meta device.
+    Names and shapes in the checkpoint are those of the unsharded model, so a plain model can load it too. Shards can be
+    uneven in ways that DTensor's Shard does not support. The tensors share memory with the model's. Tied parameters are
+    stored under their first name. ValueError if a parameter is on the meta device.
     """
     instance(model, nn.Module, "dcp_state_dict: model", "a torch.nn.Module")
     entries, others = entries_of(model)
@@ -214,25 +224,25 @@ def dcp_state_dict(model: nn.Module) -> dict[str, Any]:
     for entry in entries:
         if is_dtensor(entry.tensor):
             raise NotImplementedError(
-                f"dcp_state_dict: {entry.names[0]} is a DTensor, as of torch's fully_shard, of which it cannot say the "
-                "place: use full_state_dict or save_full_state_dict"
+                f"dcp_state_dict: {entry.names[0]} is a DTensor (of torch's fully_shard), which is not supported; use "
+                "full_state_dict or save_full_state_dict"
             )
         tensor, shard = entry.tensor.detach(), entry.shard
-        state[entry.names[0]] = tensor if shard is None or shard.dim is None else PartTensor.of(tensor, shard)
+        state[entry.names[0]] = tensor if shard is None or shard.dim is None else ShardTensor.of(tensor, shard)
     return state
 
 
 def dcp_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerState:
-    """What torch.distributed.checkpoint saves of an optimizer whose parameters are parts, and loads into it.
+    """Return an optimizer state for torch.distributed.checkpoint (DCP): each rank saves and loads its shards.
 
         state = {"model": ad.dcp_state_dict(model), "optimizer": ad.dcp_optimizer_state_dict(model, optimizer)}
         dcp.save(state, checkpoint_id=folder)
         dcp.load(state, checkpoint_id=folder)                        # in place, on any number of ranks
 
-    A `Stateful`, so it has to be a value of such a dict. State goes by the parameters' names, groups by their place;
-    parameters that had no state get none. What state there will be, where there is none yet, a step shows that is
-    undone: so an optimizer that needs a closure has to have taken one. ValueError as of `full_optimizer_state_dict`;
-    when loading, for groups with other parameters.
+    It returns a `Stateful`, so pass it as a value of such a dict. State is matched by parameter names, groups by their
+    position. Parameters that had no state when saved get none. To find the state of parameters that have none yet, it
+    takes an optimizer step and undoes it; an optimizer that needs a closure must have taken a step before. ValueError
+    as for `full_optimizer_state_dict`, and on loading groups with different parameters.
     """
     operation = "dcp_optimizer_state_dict"
     instance(model, nn.Module, f"{operation}: model", "a torch.nn.Module")
@@ -240,21 +250,21 @@ def dcp_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer)
 
 
 class OptimizerState:
-    """A `torch.distributed.checkpoint.stateful.Stateful` of an optimizer. names: parameter -> name."""
+    """A `torch.distributed.checkpoint.stateful.Stateful` of an optimizer. names: parameter -> its name"""
 
     def __init__(self, optimizer: torch.optim.Optimizer, names: dict[Tensor, str]) -> None:
         self.optimizer, self.names = optimizer, names
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors share memory with the optimizer's, but for those of parameters that have no state yet."""
+        """Return the sharded state. Tensors share memory with the optimizer's, except for parameters without state."""
         _check_state("dcp_optimizer_state_dict", self.optimizer, self.names)
-        new = _state_to_come(self.optimizer, [one for one in self.names if not self.optimizer.state.get(one)])
+        new = _initial_state(self.optimizer, [one for one in self.names if not self.optimizer.state.get(one)])
         rows: dict[str, dict[str, Any]] = {}
         for parameter, name in self.names.items():
-            shard = _cut_of(parameter)
+            shard = _shard_along_dim(parameter)
             for key, value in (self.optimizer.state.get(parameter) or new.get(parameter, {})).items():
-                cut = isinstance(value, Tensor) and shard is not None and value.shape == parameter.shape
-                rows.setdefault(name, {})[key] = PartTensor.of(value.detach(), shard) if cut and shard else value
+                sharded = isinstance(value, Tensor) and shard is not None and value.shape == parameter.shape
+                rows.setdefault(name, {})[key] = ShardTensor.of(value.detach(), shard) if sharded and shard else value
         groups = {
             str(at): {**group, "params": " ".join(self.names[one] for one in group["params"])}
             for at, group in enumerate(self.optimizer.param_groups)
@@ -263,29 +273,29 @@ class OptimizerState:
         return {"state": rows, "param_groups": groups, "without_state": without}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take what was loaded into a dict of `state_dict`."""
+        """Set the optimizer's state from a dict of `state_dict` that was loaded in place."""
         groups = [state["param_groups"][str(at)] for at in range(len(self.optimizer.param_groups))]
-        given = [set(group["params"].split()) for group in groups]
-        _check_groups("dcp_optimizer_state_dict", self.optimizer, self.names, given)
+        saved = [set(group["params"].split()) for group in groups]
+        _check_groups("dcp_optimizer_state_dict", self.optimizer, self.names, saved)
         without = set(state["without_state"].split())
         for parameter, name in self.names.items():
             row = {} if name in without else state["state"].get(name, {})
             self.optimizer.state.pop(parameter, None)
             if row:
-                self.optimizer.state[parameter] = {key: _plain(value) for key, value in row.items()}
-        for group, own in zip(groups, self.optimizer.param_groups, strict=True):
-            own.update({key: value for key, value in group.items() if key != "params"})
+                self.optimizer.state[parameter] = {key: _unwrap(value) for key, value in row.items()}
+        for group, local in zip(groups, self.optimizer.param_groups, strict=True):
+            local.update({key: value for key, value in group.items() if key != "params"})
 
 
 @torch.no_grad()
-def _state_to_come(optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -> dict[Tensor, dict[str, Any]]:
-    """What state a step gives these parameters, which are as they were afterwards, as is the optimizer."""
+def _initial_state(optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -> dict[Tensor, dict[str, Any]]:
+    """Return the state that a step with zero gradients gives these parameters, and undo that step."""
     parameters = [one for one in parameters if one.requires_grad]
     if not parameters:
         return {}
-    everyone = [one for group in optimizer.param_groups for one in group["params"]]
-    grads, values = [one.grad for one in everyone], [one.clone() for one in parameters]
-    for one in everyone:
+    all_parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    grads, values = [one.grad for one in all_parameters], [one.clone() for one in parameters]
+    for one in all_parameters:
         one.grad = None
     for one in parameters:
         one.grad = torch.zeros_like(one)
@@ -293,31 +303,31 @@ def _state_to_come(optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -
         optimizer.step()
         return {one: optimizer.state.pop(one) for one in parameters if one in optimizer.state}
     finally:
-        for one, grad in zip(everyone, grads, strict=True):
+        for one, grad in zip(all_parameters, grads, strict=True):
             one.grad = grad
         for one, value in zip(parameters, values, strict=True):
             one.copy_(value)
             optimizer.state.pop(one, None)
 
 
-class PartTensor(Tensor):
-    """A part that says its place by the methods that torch.distributed.checkpoint's planners ask for.
+class ShardTensor(Tensor):
+    """A shard with the methods that torch.distributed.checkpoint's planners call to find its place in the full tensor.
 
     They are those of DTensor (`torch/distributed/checkpoint/planner_helpers.py`)."""
 
-    part: Tensor
+    local: Tensor
     shard: Shard
 
     @classmethod
-    def of(cls, part: Tensor, shard: Shard) -> PartTensor:
-        made = part.as_subclass(cls)
-        made.part, made.shard = part, shard
+    def of(cls, local: Tensor, shard: Shard) -> ShardTensor:
+        made = local.as_subclass(cls)
+        made.local, made.shard = local, shard
         return made
 
     def size(self, dim: Any = None) -> Any:
-        """Of the whole: loading compares it with what was saved."""
-        whole = torch.Size(self.shard.shape)
-        return whole if dim is None else whole[dim]
+        """Return the full size, which loading compares with the saved one."""
+        full = torch.Size(self.shard.shape)
+        return full if dim is None else full[dim]
 
     def _boxes(self) -> list[Box]:
         return [box for box in self.shard.boxes() if torch.Size(box.size).numel()]
@@ -325,13 +335,13 @@ class PartTensor(Tensor):
     def __create_chunk_list__(self) -> list[Any]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-        return [ChunkStorageMetadata(torch.Size(box.whole), torch.Size(box.size)) for box in self._boxes()]
+        return [ChunkStorageMetadata(torch.Size(box.full), torch.Size(box.size)) for box in self._boxes()]
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[Any]:
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-        properties, size = TensorProperties.create_from_tensor(self.part), torch.Size(self.shard.shape)
+        properties, size = TensorProperties.create_from_tensor(self.local), torch.Size(self.shard.shape)
         return [
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),
@@ -343,28 +353,28 @@ class PartTensor(Tensor):
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
         for box in self._boxes():
-            if tuple(index.offset) == box.whole:
-                part = self.part.t() if self.shard.transposed else self.part
-                for dim, (first, size) in enumerate(zip(box.part, box.size, strict=True)):
-                    part = part.narrow(dim, first, size)
-                return part
-        raise ValueError(f"{index.fqn}: this rank has no part at {list(index.offset)}, but {self.shard}")
+            if tuple(index.offset) == box.full:
+                block = self.local.t() if self.shard.transposed else self.local
+                for dim, (first, size) in enumerate(zip(box.shard, box.size, strict=True)):
+                    block = block.narrow(dim, first, size)
+                return block
+        raise ValueError(f"{index.fqn}: this rank has no shard at offset {list(index.offset)}; it has {self.shard}")
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """That of the part. Copies know their place as well, so that none is taken for the whole: `dcp.async_save`
-        copies first."""
+        """Apply the function to the shard. Copies keep `shard`, so that none is saved as a full tensor
+        (`dcp.async_save` copies first)."""
         name = getattr(function, "__name__", "")
-        if name == "copy_" and not isinstance(args[0], PartTensor):
-            raise TypeError(f"copy_: the target does not know that it is a part, as the source does: {args[1].shard}")
-        if name == "set_":  # by a copy that then sets `part` too, as it does with all attributes
+        if name == "copy_" and not isinstance(args[0], ShardTensor):
+            raise TypeError(f"copy_: the source is {args[1].shard}, but the target is a plain tensor; expected a shard")
+        if name == "set_":  # called by a copy that then also sets the attribute `local`
             return args[0]
-        made = function(*map(_plain, args), **{key: _plain(value) for key, value in (kwargs or {}).items()})
-        of = next((one for one in args if isinstance(one, PartTensor)), None)
-        if of is not None and isinstance(made, Tensor) and name in _KEEP_PLACE:
-            return PartTensor.of(made, of.shard)
+        made = function(*map(_unwrap, args), **{key: _unwrap(value) for key, value in (kwargs or {}).items()})
+        of = next((one for one in args if isinstance(one, ShardTensor)), None)
+        if of is not None and isinstance(made, Tensor) and name in _KEEP_SHARD:
+            return ShardTensor.of(made, of.shard)
         return made
 
 
-def _plain(value: Any) -> Any:
-    return value.part if isinstance(value, PartTensor) else value
+def _unwrap(value: Any) -> Any:
+    return value.local if isinstance(value, ShardTensor) else value

@@ -1,4 +1,4 @@
-"""Dropout of activations that are cut over ranks."""
+"""Dropout of activations that are sharded over ranks."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from ..arguments import check_comm
 
 
 class Dropout(nn.Dropout):
-    """torch.nn.Dropout that draws as `ad.rng` does; x [..] -> y [..].
+    """torch.nn.Dropout with the random numbers of `ad.rng`; x [..] -> y [..].
 
-    p        how likely an element is to be zero, in training; the others are scaled by 1 / (1 - p)
-    comm     over which x is cut
-    cut      True: each rank draws its own numbers. False: x is equal on all ranks, and they draw the same ones, also
-             within `ad.rng.cut(comm)`
-    inplace  x is changed
+    p        probability of an element to be zeroed in training; the others are scaled by 1 / (1 - p)
+    comm     communicator over which x is sharded or replicated
+    cut      True: x is sharded, and each rank draws different numbers. False: x is equal on all ranks, which draw the
+             same numbers, also within `ad.rng.cut(comm)`
+    inplace  True: modify x in place. Default: False
 
-    ValueError if p is not from 0 to 1. The first forward in training compares the ranks' generators, unless
-    ad.rng.seed(seed, comm) was called, and raises RuntimeError where they differ.
-    Under torch.compile the drawing is a graph break.
+    Call `ad.rng.seed(seed, comm)` before training. Otherwise the first forward pass in training compares the ranks'
+    generators, and raises RuntimeError if they differ. ValueError if p is not from 0 to 1. It is a graph break for
+    torch.compile.
     """
 
-    __call__: Callable[..., Tensor]  # for type checkers, to whom that of nn.Module gives Any
+    __call__: Callable[..., Tensor]  # for type checkers: nn.Module's returns Any
 
     def __init__(self, p: float, comm: Communicator, cut: bool = True, inplace: bool = False) -> None:
         check_comm("Dropout", comm, p=p)
@@ -41,7 +41,7 @@ class Dropout(nn.Dropout):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training and self.p > 0:
-            return _drawn(x, self.p, self.comm, self.cut, self.inplace)
+            return _dropout(x, self.p, self.comm, self.cut, self.inplace)
         return F.dropout(x, self.p, False, self.inplace)
 
     def extra_repr(self) -> str:
@@ -49,9 +49,9 @@ class Dropout(nn.Dropout):
 
 
 @torch.compiler.disable
-def _drawn(x: Tensor, p: float, comm: Communicator, cut: bool, inplace: bool) -> Tensor:
+def _dropout(x: Tensor, p: float, comm: Communicator, cut: bool, inplace: bool) -> Tensor:
     if not comm.alive:
         comm.check_alive()
-    rng.agree("Dropout", comm)
+    rng.check_equal_states("Dropout", comm)
     with rng.cut(comm) if cut else rng.equal(comm):
         return F.dropout(x, p, True, inplace)

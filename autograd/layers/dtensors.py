@@ -1,6 +1,6 @@
-"""What is asked of torch's DTensors, as which FSDP2 keeps the parameters and gradients that it has cut.
+"""Helpers for torch's DTensors, in which FSDP2 keeps the parameters and gradients that it shards.
 
-A tensor of another type is its own part, and whole; so the layers' functions ask without a difference.
+They accept other tensors too: such a tensor is both the local and the full one.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from torch import Tensor
 
 
 def is_dtensor(x: Any) -> bool:
-    """By its name: the type need not be loaded."""
+    """Return whether x is a DTensor. It compares names, to avoid importing torch.distributed.tensor."""
     return any(base.__name__ == "DTensor" for base in type(x).__mro__)
 
 
 @torch.no_grad()
-def local_part(x: Any) -> Any:
-    """What this rank has of it, in the same memory; None of None."""
+def local_tensor(x: Any) -> Any:
+    """Return this rank's shard, which shares memory with x; None for None."""
     return x.to_local() if is_dtensor(x) else x
 
 
 @torch.no_grad()
 def full_tensor(x: Tensor) -> Tensor:
-    """All of it. A collective of the ranks of its DeviceMesh, if it is a DTensor."""
-    whole: Tensor = x.full_tensor() if is_dtensor(x) else x  # type: ignore[attr-defined]
-    return whole
+    """Return the full tensor. For a DTensor, a collective of the ranks of its DeviceMesh."""
+    full: Tensor = x.full_tensor() if is_dtensor(x) else x  # type: ignore[attr-defined]
+    return full
 
 
 @torch.no_grad()
-def cut_like(x: Tensor, like: Any) -> Tensor:
-    """Of a tensor that is equal on all ranks of the mesh of `like`: what is cut as that is. No communication."""
+def distribute_like(x: Tensor, like: Any) -> Tensor:
+    """Distribute x as the DTensor `like`. x must be equal on all ranks of its mesh; it does not communicate."""
     if not is_dtensor(like):
         return x
     from torch.distributed.tensor import distribute_tensor
@@ -41,11 +41,11 @@ def cut_like(x: Tensor, like: Any) -> Tensor:
     return made
 
 
-def groups_that_cut(x: Any) -> tuple[Any, ...]:
-    """torch's process groups whose ranks have parts of it. NotImplementedError for sums that are not finished."""
+def sharding_groups(x: Any) -> tuple[Any, ...]:
+    """Return the process groups of torch over which x is sharded. NotImplementedError for partial placements."""
     if not is_dtensor(x):
         return ()
     if any(placement.is_partial() for placement in x.placements):
-        raise NotImplementedError(f"a DTensor with placements {x.placements}: finish its sum by redistribute() first")
+        raise NotImplementedError(f"a DTensor has partial placements {x.placements}; call redistribute() on it first")
     dims = [dim for dim, placement in enumerate(x.placements) if not placement.is_replicate()]
     return tuple(x.device_mesh.get_group(dim) for dim in dims)

@@ -1,4 +1,4 @@
-"""Gradients of models that have parallel layers: finished where a rank has a part of them, and their norm."""
+"""Gradients of models with parallel layers: sums of partial gradients, and the gradient norm."""
 
 from __future__ import annotations
 
@@ -16,31 +16,35 @@ from pynccl import Communicator
 from pynccl.bindings.values import shown
 
 from ..ops.all_reduce import all_reduce
-from .dtensors import groups_that_cut, is_dtensor, local_part
+from .dtensors import is_dtensor, local_tensor, sharding_groups
 from .shards import shard_of
 
 _in_backward: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
 
 def finish_gradients(parameters: nn.Module | Iterable[Tensor], bucket_bytes: float = 64e6) -> None:
-    """Sum the gradients that sequence parallelism has left partial, after backward(), before the optimizer's step.
+    """Sum the gradients that are partial after backward(): those of parameters that saw a shard of the sequence.
 
-    A few all_reduce of up to `bucket_bytes` each, whatever the number of parameters. Every rank must call it, once
-    after the last backward pass of a step, with the same parameters. One whose gradient is None here and not on another
-    rank is an error of the ranks' programs. What `finish_gradients_in_backward` has finished is left as it is.
+        loss.backward()
+        ad.finish_gradients(model)
+        optimizer.step()
+
+    Every rank must call it with the same parameters, once per step, after the last backward pass. It makes a few
+    all_reduces of up to `bucket_bytes` each. A gradient must be None on all ranks or on none. Gradients that
+    `finish_gradients_in_backward` sums are left unchanged.
     """
     buckets: dict[tuple[int, torch.dtype], list[tuple[Communicator, list[Tensor]]]] = {}
-    for parameter in _listed(parameters, "finish_gradients"):
-        comm, own = partial_over(parameter), local_part(parameter.grad)  # of a DTensor all ranks of comm have the same
-        if comm is None or own is None or is_finished_in_backward(parameter):
+    for parameter in _as_list(parameters, "finish_gradients"):
+        comm, local = partial_comm(parameter), local_tensor(parameter.grad)  # DTensors: the same shard on all of comm
+        if comm is None or local is None or is_summed_in_backward(parameter):
             continue
-        _check_dense("finish_gradients", parameter, own)
-        found = buckets.setdefault((id(comm), own.dtype), [(comm, [])])
+        _check_dense("finish_gradients", parameter, local)
+        found = buckets.setdefault((id(comm), local.dtype), [(comm, [])])
         _, grads = found[-1]
-        if grads and sum(grad.nbytes for grad in grads) + own.nbytes > bucket_bytes:
-            found.append((comm, [own]))
+        if grads and sum(grad.nbytes for grad in grads) + local.nbytes > bucket_bytes:
+            found.append((comm, [local]))
         else:
-            grads.append(own)
+            grads.append(local)
     for found in buckets.values():
         for comm, grads in found:
             _sum(comm, grads)
@@ -55,33 +59,32 @@ def _sum(comm: Communicator, grads: list[Tensor]) -> None:
 
 
 def finish_gradients_in_backward(parameters: nn.Module | Iterable[Tensor]) -> FinishedInBackward:
-    """From now on backward() itself sums the gradients that sequence parallelism leaves partial.
+    """Sum partial gradients within backward() from now on, in place of `finish_gradients`.
 
-    One all_reduce for each parameter, as soon as its gradient is there and before it is added to .grad: so .grad is
-    whole, after one pass or several that add to it, also for hooks of parameters, for DataParallelGradients, and for
-    optimizers that step in the backward pass. `finish_gradients` then finds nothing to do. `remove()` of what is
-    returned ends it.
+    Each partial gradient is summed by an all_reduce of its own before it is added to .grad. So .grad is complete after
+    each backward pass, also for hooks, for `DataParallelGradients`, and for optimizers that step in the backward pass.
+    Call `remove()` of the returned object to stop it.
 
-    Every rank must call it, with the same parameters, those that require a gradient now. RuntimeError for parameters
-    that it was called for already, and for those that torch's fully_shard cuts; TypeError in the backward pass for a
+    Every rank must call it with the same parameters; those that require a gradient now are summed. RuntimeError if it
+    was called for a parameter before, or if torch's fully_shard shards one. The backward pass raises TypeError for a
     sparse gradient.
     """
-    return FinishedInBackward(_listed(parameters, "finish_gradients_in_backward"))
+    return FinishedInBackward(_as_list(parameters, "finish_gradients_in_backward"))
 
 
 class FinishedInBackward:
-    """See `finish_gradients_in_backward`."""
+    """Returned by `finish_gradients_in_backward`; `remove()` stops it."""
 
     def __init__(self, parameters: list[Tensor]) -> None:
-        found = {id(one): one for one in parameters if one.requires_grad and partial_over(one) is not None}
+        found = {id(one): one for one in parameters if one.requires_grad and partial_comm(one) is not None}
         for one in found.values():
-            _check_finishes_alone(one)
+            _check_can_sum_in_backward(one)
         self._parameters = found
-        self._hooks = [one.register_hook(partial(_summed, one)) for one in found.values()]
+        self._hooks = [one.register_hook(partial(_sum_over_ranks, one)) for one in found.values()]
         _in_backward.update(found)
 
     def remove(self) -> None:
-        """Leave the parameters alone from now on. Twice is harmless."""
+        """Stop summing these gradients in backward passes. Can be called twice."""
         while self._hooks:
             self._hooks.pop().remove()
         for key, one in self._parameters.items():
@@ -90,40 +93,43 @@ class FinishedInBackward:
         self._parameters = {}
 
 
-def _summed(parameter: Tensor, grad: Tensor) -> Tensor:
+def _sum_over_ranks(parameter: Tensor, grad: Tensor) -> Tensor:
     _check_dense("finish_gradients_in_backward", parameter, grad)
-    comm = partial_over(parameter)
+    comm = partial_comm(parameter)
     return grad if comm is None else all_reduce(grad, comm, grad="sum")
 
 
-def _check_finishes_alone(parameter: Tensor) -> None:
+def _check_can_sum_in_backward(parameter: Tensor) -> None:
     shape = list(parameter.shape)
-    if is_finished_in_backward(parameter):
+    if is_summed_in_backward(parameter):
         raise RuntimeError(
-            f"finish_gradients_in_backward: a parameter of {shape} has it already; call it once for a model, or "
-            "remove() what the first call returned"
+            f"finish_gradients_in_backward: already called for a parameter of shape {shape}; call it once for a model, "
+            "or remove() what the first call returned"
         )
     if is_dtensor(parameter):
         raise RuntimeError(
-            f"finish_gradients_in_backward: fully_shard cuts the gradient of a parameter of {shape} in the same "
-            "backward pass; call finish_gradients after it"
+            f"finish_gradients_in_backward: fully_shard shards the gradient of a parameter of shape {shape} in the "
+            "same backward pass; call finish_gradients after it instead"
         )
 
 
-def is_finished_in_backward(parameter: Tensor) -> bool:
-    """Whether `finish_gradients_in_backward` has it."""
+def is_summed_in_backward(parameter: Tensor) -> bool:
+    """Return whether `finish_gradients_in_backward` sums the gradient of this parameter."""
     return _in_backward.get(id(parameter)) is parameter
 
 
-def partial_over(parameter: Tensor) -> Communicator | None:
-    """Whose ranks each have a part of its gradient, as sequence parallelism leaves it; None: it is whole."""
+def partial_comm(parameter: Tensor) -> Communicator | None:
+    """Return the communicator over which the parameter's gradient must be summed; None: it is complete."""
     shard = shard_of(parameter)
     return shard.comm if shard is not None and shard.partial and shard.comm.size > 1 else None
 
 
 def _check_dense(name: str, parameter: Tensor, grad: Tensor) -> None:
     if grad.layout != torch.strided:
-        raise TypeError(f"{name}: a gradient of {list(parameter.shape)} is {grad.layout}, expected a dense one")
+        raise TypeError(
+            f"{name}: a gradient of shape {list(parameter.shape)} is {grad.layout}, expected a dense one; pass "
+            "sparse=False to its layer"
+        )
 
 
 @torch.no_grad()
@@ -133,14 +139,19 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """torch.nn.utils.clip_grad_norm_ of the unsharded model: returns its norm, equal on all ranks.
+    """Clip the gradients by the norm of the unsharded model's, as torch.nn.utils.clip_grad_norm_ does.
 
-    Each parameter counts once: parts are summed over the ranks that have them, what every rank has is taken from this
-    one. One all_reduce of one number for each communicator that cuts parameters, and each process group of torch that
-    does (FSDP2). Every rank must call it, after `finish_gradients`. norm_type: above 0, or math.inf.
+    Returns the norm, equal on all ranks. Every rank must call it, after `finish_gradients`. Each parameter counts once:
+    sharded gradients are summed over the ranks, replicated ones are this rank's. It makes an all_reduce of one number
+    for each communicator, and each process group of torch (FSDP2), over which parameters are sharded.
+
+    parameters           a module or its parameters, the same on all ranks
+    max_norm             maximum norm
+    norm_type            p of the p-norm: above 0, or math.inf. Default: 2
+    error_if_nonfinite   True: raise RuntimeError if the norm is NaN or infinite
     """
-    found = _listed(parameters, "clip_grad_norm_")
-    grads = [local_part(parameter.grad) for parameter in found if parameter.grad is not None]
+    found = _as_list(parameters, "clip_grad_norm_")
+    grads = [local_tensor(parameter.grad) for parameter in found if parameter.grad is not None]
     device = grads[0].device if grads else torch.device("cpu")
     norm = _total_norm(found, norm_type, device)
     if error_if_nonfinite and not norm.isfinite():
@@ -153,32 +164,32 @@ def clip_grad_norm_(
 
 
 def _total_norm(parameters: list[Tensor], norm_type: float, device: Any) -> Tensor:
-    """The norm, in double precision, of the gradients of parameters. All ranks must pass the same parameters."""
+    """Return the norm of the parameters' gradients, in float64. All ranks must pass the same parameters."""
     if not norm_type > 0:
         raise ValueError(f"clip_grad_norm_: norm_type is {shown(norm_type)}, expected a number above 0, or math.inf")
     largest = norm_type == math.inf
     zero = torch.zeros(1, dtype=torch.float64, device=device)
-    cut: dict[tuple[int, ...], tuple[Communicator | None, tuple[Any, ...], Tensor]] = {(id(None),): (None, (), zero)}
+    totals: dict[tuple[int, ...], tuple[Communicator | None, tuple[Any, ...], Tensor]] = {(id(None),): (None, (), zero)}
     for parameter in parameters:
-        shard, groups = shard_of(parameter), groups_that_cut(parameter)
+        shard, groups = shard_of(parameter), sharding_groups(parameter)
         comm = None if shard is None or shard.dim is None else shard.comm
-        # Also where it has no gradient here: the others may have one, and so come to the sum.
+        # Also without a gradient here: other ranks may have one, and then call the all_reduce.
         key = id(comm), *map(id, groups)
-        *_, total = cut.get(key, (comm, groups, zero))
-        cut[key] = (comm, groups, _add_power(total, local_part(parameter.grad), norm_type))
-    whole = zero
-    for comm, groups, total in cut.values():
+        *_, total = totals.get(key, (comm, groups, zero))
+        totals[key] = (comm, groups, _add_power(total, local_tensor(parameter.grad), norm_type))
+    norm = zero
+    for comm, groups, total in totals.values():
         summed = total.clone()
         for group in groups:
             dist.all_reduce(summed, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group)
         if comm is not None:
             comm.all_reduce(summed, summed, op="max" if largest else "sum")
-        whole = torch.maximum(whole, summed) if largest else whole + summed
-    return whole[0] if largest else whole[0] ** (1 / norm_type)
+        norm = torch.maximum(norm, summed) if largest else norm + summed
+    return norm[0] if largest else norm[0] ** (1 / norm_type)
 
 
 def _add_power(total: Tensor, grad: Tensor | None, norm_type: float) -> Tensor:
-    """`total` plus the sum of the powers of the gradient's entries, or the larger one of it and their maximum."""
+    """Add the powers of the gradient's entries to `total`; for math.inf, return the maximum of both."""
     if grad is None or not grad.numel():
         return total
     kind = torch.float32 if grad.dtype in (torch.float16, torch.bfloat16) else None
@@ -186,7 +197,7 @@ def _add_power(total: Tensor, grad: Tensor | None, norm_type: float) -> Tensor:
     return torch.maximum(total, norm) if norm_type == math.inf else total + norm**norm_type
 
 
-def _listed(parameters: Any, name: str) -> list[Tensor]:
+def _as_list(parameters: Any, name: str) -> list[Tensor]:
     if isinstance(parameters, nn.Module):
         return list(parameters.parameters())
     if isinstance(parameters, Tensor):

@@ -1,4 +1,4 @@
-"""Collectives of gradients in flight beside a backward pass, and how that pass ends."""
+"""Collectives of gradients in flight during a backward pass, and callbacks for the end of that pass."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from typing import Any
 
 from pynccl import Communicator
 
-from ..streams import Kept, side_stream
+from ..streams import KeepAliveList, side_stream
 from ..torch_internals import queue_callback
 
 
 class InFlight:
-    """What `launch(stream)` has enqueued on the communicator's side stream. It keeps the buffers while it lives."""
+    """A collective that `launch(stream)` enqueued on the communicator's side stream. It keeps the buffers alive."""
 
     def __init__(self, comm: Communicator, launch: Callable[[Any], object]) -> None:
-        self._side, self._keep = side_stream(comm), Kept()
-        self._home = self._side.wait_for_caller()
+        self._side, self._keep = side_stream(comm), KeepAliveList()
+        self._launch_stream = self._side.wait_for_caller()
         launch(self._side.handle(self._keep))
         self._done = self._side.record()
 
     def wait(self) -> None:
-        """Let the caller's stream wait for it. Raises what went wrong."""
-        self._here = self._side.wait(self._done)
+        """Make the caller's stream wait for the collective. Raises its error, if it failed."""
+        self._wait_stream = self._side.wait(self._done)
 
     def release(self) -> None:
-        """After `wait`, once the caller has launched what reads the buffers: their memory may be used anew."""
-        self._side.release(self._home, self._here, None)
+        """Allow the buffers' memory to be reused. Call it after `wait`, when all kernels that read it are launched."""
+        self._side.release(self._launch_stream, self._wait_stream, None)
 
 
 class EndOfPass:
-    """Calls `finish` at the end of the backward pass under way, or `abandon` if that raises."""
+    """Calls `finish` at the end of the current backward pass, or `abandon` if that pass raises."""
 
     def __init__(self, finish: Callable[[], object], abandon: Callable[[], object]) -> None:
         self._finish, self._abandon = finish, abandon
@@ -42,6 +42,6 @@ class EndOfPass:
         self._finish()
 
     def __del__(self) -> None:
-        """Autograd alone keeps this: it drops it with the pass, also with one that has raised."""
+        """Autograd holds the only reference, and drops it with the pass, also after an error."""
         if not self._reached:
             self._abandon()

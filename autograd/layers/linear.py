@@ -1,7 +1,7 @@
-"""ColumnParallelLinear, RowParallelLinear, KeyValueLinear: a linear layer cut over the ranks of a communicator.
+"""ColumnParallelLinear, RowParallelLinear, KeyValueLinear: linear layers sharded over the ranks of a communicator.
 
-A column-parallel layer followed by a row-parallel one computes an MLP or an attention block with one collective per
-direction at each end. N ranks, this rank r; x is [s, .., in] with the sequence in dimension 0.
+A column-parallel layer followed by a row-parallel one computes an MLP or an attention block, and communicates at its
+start and its end only. N is the number of ranks, r this rank; x is [s, .., in] with the sequence in dimension 0.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ Layer = TypeVar("Layer", bound="_ParallelLinear")
 
 
 class _ParallelLinear(Sharded):
-    """What the two layers share: a linear layer of which this rank keeps the slice `rank` of weight dimension `dim`."""
+    """Base class: a linear layer of which this rank keeps a slice of the weight along dimension `dim`."""
 
-    dim: int  # of the weight [out, in] that is cut
-    kind: str  # of TransformerEngine's defaults
-    transposed = False  # where it comes from, the weight is [in, out]
+    dim: int  # sharded dimension of the weight [out, in]
+    kind: str  # which of TransformerEngine's defaults apply
+    transposed = False  # whether the weight of the unsharded layer is [in, out]
 
     def __init__(
         self,
@@ -55,15 +55,15 @@ class _ParallelLinear(Sharded):
         check_comm(type(self).__name__, comm, in_features=in_features, out_features=out_features)
         in_features = checked_size(f"{type(self).__name__}: in_features", in_features)
         out_features = checked_size(f"{type(self).__name__}: out_features", out_features)
-        weighs = isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex)
-        if dtype is not None and not weighs:
+        is_valid = isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex)
+        if dtype is not None and not is_valid:
             raise TypeError(
-                f"{type(self).__name__}: dtype is {shown(dtype)}, expected a floating-point or complex type, such as "
+                f"{type(self).__name__}: dtype is {shown(dtype)}, expected a floating-point or complex dtype, such as "
                 "torch.float32"
             )
         name, size = ("out_features", out_features) if self.dim == 0 else ("in_features", in_features)
         if size % comm.size:
-            raise ValueError(f"{type(self).__name__}: {name} is {size}, not divisible by {comm.size} ranks")
+            raise ValueError(f"{type(self).__name__}: {name} is {size}, not divisible by {comm.size} ranks; pad it")
         self.blocks = sizes_of_blocks(type(self).__name__, blocks, size, comm.size)
         self.in_features, self.out_features = in_features, out_features
         self.comm, self.sequence_parallel, self.seq_dim = comm, sequence_parallel, seq_dim
@@ -78,7 +78,7 @@ class _ParallelLinear(Sharded):
     def like(
         cls: type[Layer], linear: Any, comm: Communicator, sequence_parallel: bool = False, **options: Any
     ) -> Layer:
-        """A layer for an nn.Linear, or transformers' Conv1D, of which it has nothing yet: on the meta device."""
+        """Return a layer of the sizes of an nn.Linear, or of transformers' Conv1D, on the meta device."""
         transposed = type(linear).__name__ == "Conv1D"  # of transformers
         if not transposed and not isinstance(linear, nn.Linear):
             raise TypeError(f"{cls.__name__}.from_linear: linear is {shown(linear)}, expected a torch.nn.Linear")
@@ -92,29 +92,31 @@ class _ParallelLinear(Sharded):
     def from_linear(
         cls: type[Layer], linear: Any, comm: Communicator, sequence_parallel: bool = False, **options: Any
     ) -> Layer:
-        """This rank's part of an nn.Linear, or of transformers' Conv1D, which is equal on all ranks: on its device, of
-        its type, trained or frozen as it is. options: as the class takes them by name, but for device and dtype."""
+        """Return a layer with this rank's shard of an nn.Linear, or of transformers' Conv1D.
+
+        `linear` must be equal on all ranks; its device, dtype and requires_grad are kept. options: keyword arguments of
+        the class, except device and dtype."""
         return cls.like(linear, comm, sequence_parallel, **options).take(linear)
 
     def shards(self) -> dict[str, Shard]:
-        """Of the weight and the bias. The gradient of a bias that every rank has is whole: the layer sums it itself."""
+        """Return the Shards of weight and bias. A replicated bias is not partial: the layer sums its gradient."""
         shape = (self.out_features, self.in_features)
-        whole = shape[::-1] if self.transposed else shape
-        weight = Shard(self.comm, self.dim, whole, blocks=self.blocks, transposed=self.transposed)
+        full = shape[::-1] if self.transposed else shape
+        weight = Shard(self.comm, self.dim, full, blocks=self.blocks, transposed=self.transposed)
         bias = Shard(self.comm, 0 if self.dim == 0 else None, (self.out_features,), blocks=self.blocks)
         return {"weight": weight, "bias": bias}
 
     def reset_parameters(self) -> None:
-        """Draw as nn.Linear does."""
+        """Initialize the parameters as nn.Linear does."""
         self._draw_as_linear(self.in_features)
 
     def _overlapped(self, function: Callable[..., Any], x: Any) -> Any:
-        """What a function of overlap/ makes."""
+        """Return what a function of overlap/ returns for x and this layer."""
         fusion = self.grad_accumulation_fusion
         options = {"overlap": self.overlap, "reduce_dtype": self.reduce_dtype, "grad_accumulation_fusion": fusion}
         return function(x, self.weight, self.comm, self.bias, **options, owner=self)
 
-    def _check_whole(self, x: Tensor) -> None:
+    def _check_input(self, x: Tensor) -> None:
         check_call(type(self).__name__, x, self.comm)
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise ValueError(
@@ -122,13 +124,15 @@ class _ParallelLinear(Sharded):
             )
 
     def _along_sequence(self, function: Callable[..., Any], x: Any) -> Any:
-        """What a function makes that wants the sequence in dimension 0."""
+        """As `_overlapped`, for a function that needs the sequence in dimension 0."""
         name = type(self).__name__
         if not isinstance(x, Tensor):
             return self._overlapped(function, x)
         dim = check_dim(name, x, self.seq_dim, "seq_dim")
         if dim == x.dim() - 1:
-            raise ValueError(f"{name}: seq_dim {self.seq_dim} is the last dimension of {list(x.shape)}: the features'")
+            raise ValueError(
+                f"{name}: seq_dim {self.seq_dim} is the last dimension of x {list(x.shape)}, which holds the features"
+            )
         y: Tensor = self._overlapped(function, x.movedim(dim, 0) if dim else x)
         return y.movedim(0, dim) if dim else y
 
@@ -141,30 +145,36 @@ class _ParallelLinear(Sharded):
 
 
 class ColumnParallelLinear(_ParallelLinear):
-    """y_r = x @ W_r.T + b_r, with the rows of W [out, in] cut over the ranks: each rank makes out/N of the outputs.
+    """Linear layer with column parallelism: y_r = x @ W_r.T + b_r.
+
+    The rows of W [out, in] are sharded over the ranks of `comm`: each rank computes out/N of the output features.
+    Follow it with a `RowParallelLinear`.
 
                          x                 y               forward          dgrad
     default              [s, .., in]       [s, .., out/N]  -                all_reduce
     sequence_parallel    [s/N, .., in]     [s, .., out/N]  all_gather(x)    reduce_scatter
 
-    Arguments: as of `RowParallelLinear`, and gather_input and gather_output, by name.
+    wgrad needs no communication, unless `overlap` gathers x again for it. Without sequence_parallel, x must be equal on
+    all ranks; its gradient is then equal too.
 
-    wgrad needs no communication, unless overlap says that x is to be gathered anew for it. Without sequence_parallel, x
-    is equal on all ranks, and so is its gradient.
-
-    overlap                   how communication is hidden behind matmuls: "auto" (where it pays), "off", OverlapConfig,
-                              or a dict of TransformerEngine's keys
-    reduce_dtype              type in which sums travel; None: their own
-    grad_accumulation_fusion  the weight's gradient is added to weight.main_grad
-    seq_dim                   where x and y have the sequence, if sequence_parallel
-    gather_input              False: x is whole already, and its gradient is summed by whoever made it so. Layers that
-                              share an input get `x = ad.copy(x, comm)`, or with sequence_parallel
+    in_features, out_features sizes of the unsharded layer
+    comm                      communicator of the N ranks
+    bias                      whether to add a bias. Default: True
+    sequence_parallel         True: x is sharded along the sequence
+    device, dtype             of the parameters. Defaults: the communicator's device, torch's default dtype
+    overlap                   how to hide communication behind matmuls: "auto" (if a trial shows that it pays), "off",
+                              an `OverlapConfig`, or a dict of TransformerEngine's keys
+    reduce_dtype              data type in which to sum over ranks; None: that of the summed tensor
+    grad_accumulation_fusion  True: add the weight's gradient to weight.main_grad
+    seq_dim                   sequence dimension of x and y, with sequence_parallel
+    gather_input              False: x is already gathered, and its gradient is summed where it was gathered. For layers
+                              that share an input, call `x = ad.copy(x, comm)`, or with sequence_parallel
                               `x = ad.all_gather(x, comm, seq_dim, grad="sum")`, once
-    gather_output             True: y is [s, .., out] on every rank, and so is its gradient, equal
-    blocks                    blocks that follow one another in the outputs, of each of which each rank makes its part:
-                              3 for queries, keys and values in one layer, or their sizes, as (32, 16, 16)
+    gather_output             True: gather y, to [s, .., out] on every rank. Its gradient must be equal on all ranks
+    blocks                    consecutive blocks of output features, each sharded over the ranks: 3 for queries, keys
+                              and values in one layer, or their sizes, such as (32, 16, 16)
 
-    ValueError if out_features, or what a block has of it, is not divisible by N.
+    Raises ValueError if out_features, or the size of one of several blocks, is not divisible by N.
     """
 
     dim, kind = 0, "column"
@@ -183,12 +193,12 @@ class ColumnParallelLinear(_ParallelLinear):
         if self.grad_accumulation_fusion and not gather_input:
             raise ValueError("ColumnParallelLinear: grad_accumulation_fusion needs gather_input=True")
         if gather_output and len(self.blocks) > 1:
-            raise ValueError("ColumnParallelLinear: gather_output needs blocks=1: the outputs would be out of order")
+            raise ValueError("ColumnParallelLinear: gather_output needs blocks=1; it would interleave several blocks")
         self.gather_input, self.gather_output = gather_input, gather_output
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.gather_input:
-            self._check_whole(x)
+            self._check_input(x)
             y = F.linear(x, self.weight, self.bias)
         elif self.sequence_parallel:
             y = self._along_sequence(all_gather_matmul, x)
@@ -198,16 +208,20 @@ class ColumnParallelLinear(_ParallelLinear):
 
 
 class RowParallelLinear(_ParallelLinear):
-    """y = sum_r x_r @ W_r.T + b, with the columns of W [out, in] cut over the ranks: each rank holds in/N inputs.
+    """Linear layer with row parallelism: y = sum_r x_r @ W_r.T + b.
+
+    The columns of W [out, in] are sharded over the ranks of `comm`: each rank has in/N of the input features, which are
+    the output of a `ColumnParallelLinear`.
 
                          x                 y               forward            dgrad
     default              [s, .., in/N]     [s, .., out]    all_reduce         -
     sequence_parallel    [s, .., in/N]     [s/N, .., out]  reduce_scatter     all_gather(dy)
 
-    The bias is whole on every rank and added once, after the reduction. With sequence_parallel its gradient is summed
-    over the ranks, since each sees its part of the sequence. Options: see `ColumnParallelLinear`; blocks are those of
-    the inputs.
-    ValueError if in_features is not divisible by N.
+    The bias is replicated, and added once, after the reduction. With sequence_parallel the layer sums its gradient over
+    the ranks, since each rank sees a shard of the sequence.
+
+    The arguments are those of `ColumnParallelLinear`, without gather_input and gather_output; blocks are blocks of
+    input features. Raises ValueError if in_features, or the size of one of several blocks, is not divisible by N.
     """
 
     dim, kind = 1, "row"
@@ -220,12 +234,13 @@ class RowParallelLinear(_ParallelLinear):
 
 
 class KeyValueLinear(ColumnParallelLinear):
-    """A column-parallel layer whose parts several ranks share: each has the whole of the head that its queries use.
+    """Column-parallel layer for fewer key/value heads than ranks: several ranks have the same head.
 
-    comm    of as many ranks as there are heads, one for each
-    shared  of the ranks that have the same head: the gradients of weight and bias are summed over them
+    comm    communicator of K ranks, one for each head
+    shared  communicator of the ranks that have the same head; the layer sums the gradients of weight and bias over it
 
-    x is whole already, as with gather_input=False. `Mesh(comm, {"heads": K, "shared": N // K})` has both communicators.
+    The other arguments are those of `ColumnParallelLinear` with gather_input=False: x must be gathered already.
+    `Mesh(comm, {"heads": K, "shared": N // K})` has both communicators.
     """
 
     shared: Communicator
@@ -237,7 +252,7 @@ class KeyValueLinear(ColumnParallelLinear):
         self.shared = shared
 
     def forward(self, x: Tensor) -> Tensor:
-        self._check_whole(x)
+        self._check_input(x)
         weight = copy(self.weight, self.shared)
         return F.linear(x, weight, None if self.bias is None else copy(self.bias, self.shared))
 

@@ -1,4 +1,4 @@
-"""What a plan for `parallelize` says of the modules of a model."""
+"""Plans of `parallelize`: matching the patterns to the modules of a model, and the roles of these modules."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ from ..wire import Dtype
 NAME = "parallelize"
 
 _LINEAR = "a torch.nn.Linear or transformers' Conv1D"
-LAYERS = {  # role of a module that a layer replaces -> what the module has to be
+LAYER_ROLES = {  # role of a module that a parallel layer replaces -> the type that the module must have
     "column": _LINEAR,
     "row": _LINEAR,
     "key_value": _LINEAR,
     "vocab_embedding": "a torch.nn.Embedding",
     "vocab_head": "a torch.nn.Linear",
 }
-PLACES = ("partial", "sequence", "replicated")  # where a module that stays is; of several, the first one counts
-_STAYING = {  # role of a module that stays -> its option
-    **dict.fromkeys(PLACES),
+PLACEMENTS = ("partial", "sequence", "replicated")  # of a module that is kept; of several, the first one counts
+_KEPT_ROLES = {  # role of a module that is kept -> its option
+    **dict.fromkeys(PLACEMENTS),
     "shared_input": "input",
     "sequence_begin": "input",
     "sequence_end": None,
     "divide": "attributes",
     "attention_dropout": "p",
 }
-_FUNCTION = "a function"  # the role of a module that a function of the plan replaces; its option: "makes"
-_DECIDING = {*LAYERS, *PLACES, _FUNCTION}  # of two patterns that fit a module, the later one says which
+_FUNCTION = "a function"  # role of a module that a function in the plan replaces; its option: "makes"
+_EXCLUSIVE_ROLES = {*LAYER_ROLES, *PLACEMENTS, _FUNCTION}  # if two patterns match a module, the later one decides
 
 _Roles = dict[str, dict[str, Any]]  # name -> options
 
 
 class Site(NamedTuple):
-    """A module of which the plan says something."""
+    """A module that the plan matches, with its roles."""
 
     path: str
     module: nn.Module
     roles: _Roles
-    shared: str = ""  # path of the module around that gathers its input, if one does
+    shared: str = ""  # path of the "shared_input" module that contains it, if any
 
     @property
     def parent(self) -> str:
@@ -56,8 +56,8 @@ class Site(NamedTuple):
 
     @property
     def layer(self) -> str | None:
-        """The role by which a layer replaces it."""
-        return next((role for role in self.roles if role in LAYERS), None)
+        """Its role in LAYER_ROLES; None: no parallel layer replaces it."""
+        return next((role for role in self.roles if role in LAYER_ROLES), None)
 
     @property
     def function(self) -> Callable[..., Any] | None:
@@ -65,7 +65,7 @@ class Site(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Those of the layer."""
+        """The options of the parallel layer."""
         return self.roles[self.layer] if self.layer else {}
 
     @property
@@ -78,8 +78,8 @@ class Site(NamedTuple):
 
 
 @dataclass
-class Planned:
-    """A model, the arguments of `parallelize`, and what the plan says of which of its modules."""
+class PlannedModel:
+    """A model, the arguments of `parallelize`, and the modules that the plan matches."""
 
     model: nn.Module
     comm: Communicator
@@ -90,9 +90,9 @@ class Planned:
     gather_logits: bool
     sites: dict[str, Site] = field(default_factory=dict)  # by path, in the order of the model
 
-    def is_summed(self, place: str | None) -> bool:
-        """Whether each rank has a part of the gradients of a module that is there."""
-        return place == "partial" or (place == "sequence" and self.sequence_parallel)
+    def has_partial_gradients(self, placement: str | None) -> bool:
+        """Return whether the gradients of a module with this placement must be summed over the ranks."""
+        return placement == "partial" or (placement == "sequence" and self.sequence_parallel)
 
     def of_role(self, role: str) -> list[Site]:
         return [site for site in self.sites.values() if role in site.roles]
@@ -100,69 +100,73 @@ class Planned:
     def children(self, path: str) -> list[Site]:
         return [site for site in self.sites.values() if site.parent == path]
 
-    def place(self, path: str) -> str | None:
-        """Which of PLACES the plan says of a module, or else of the nearest one around."""
-        roles = (self.sites[one].roles for one in above(path) if one in self.sites)
-        return next((place for of_one in roles for place in PLACES if place in of_one), None)
+    def placement(self, path: str) -> str | None:
+        """Return the placement that the plan gives a module, or the nearest module that contains it."""
+        roles = (self.sites[one].roles for one in ancestors(path) if one in self.sites)
+        return next((placement for of_one in roles for placement in PLACEMENTS if placement in of_one), None)
 
     def dropouts(self) -> dict[str, str | None]:
-        """Path of an nn.Dropout -> its place."""
+        """Return the placement of each nn.Dropout, by path."""
         modules = self.model.named_modules()
-        return {path: self.place(path) for path, module in modules if path and type(module) is nn.Dropout}
+        return {path: self.placement(path) for path, module in modules if path and type(module) is nn.Dropout}
 
-    def heads(self, name: str, path: str) -> int:
-        """The number of heads that the configuration says: of the model, or of the nearest model around the path."""
-        for around in ("", *reversed(above(path))):
+    def config_heads(self, name: str, path: str) -> int:
+        """Return config.<name> of the full model, or of the outermost module on the path that has it."""
+        for around in ("", *reversed(ancestors(path))):
             heads = as_int(getattr(getattr(self.model.get_submodule(around), "config", None), name, None))
             if heads is not None:
                 return int(heads)
-        raise ValueError(f"{NAME}: {path}: the plan names model.config.{name}, which the model does not have")
+        raise ValueError(
+            f"{NAME}: {path}: the plan reads model.config.{name}, which the model does not have; correct the option "
+            "'heads' of its role"
+        )
 
-    def cut_heads(self, site: Site) -> int | None:
-        """How many heads the plan says that the outputs of a layer are."""
-        return self.heads(site.options["heads"], site.path) if "heads" in site.options else None
+    def num_heads(self, site: Site) -> int | None:
+        """Return how many heads the layer's outputs are, by the option "heads"; None: the plan does not say."""
+        return self.config_heads(site.options["heads"], site.path) if "heads" in site.options else None
 
     def stacks(self) -> list[str]:
-        """Paths of the lists of layers in which the sequence is cut; of the one module, where it is not in a list."""
+        """Return the paths of the lists of layers that are sequence parallel; or of the single module, if it is not in
+        a list."""
         begins = self.of_role("sequence_begin")
         lists = (isinstance(self.model.get_submodule(site.parent), nn.ModuleList) for site in begins)
         return [site.parent if inside else site.path for site, inside in zip(begins, lists, strict=True)]
 
 
-def above(path: str) -> list[str]:
-    """The path, and those of the modules around."""
+def ancestors(path: str) -> list[str]:
+    """Return the path and those of the modules that contain it, innermost first, without the model's."""
     parts = path.split(".") if path else []
     return [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
 
 
 def is_within(path: str, around: str) -> bool:
-    """Also the path itself is."""
+    """Return whether `path` is `around`, or a module in it."""
     return not around or f"{path}.".startswith(f"{around}.")
 
 
 def widths_of(linear: Any) -> tuple[int, int]:
-    """How many inputs and outputs an nn.Linear has, or transformers' Conv1D."""
+    """Return (in_features, out_features) of an nn.Linear or transformers' Conv1D."""
     rows, columns = linear.weight.shape
     return (columns, rows) if isinstance(linear, nn.Linear) else (rows, columns)
 
 
 def probability(value: Any) -> float:
-    """Of an attribute: a number, or a dropout module."""
+    """Return the probability of an attribute that is a number or a dropout module."""
     return float(getattr(value, "p", value))
 
 
 def names_read(module: nn.Module) -> tuple[str, ...]:
-    """Names in the code of its forward."""
+    """Return the names in the bytecode of its forward."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return code.co_names if code is not None else ()
 
 
 def reads(module: nn.Module, name: str) -> bool:
-    """Whether it uses its parameter, and does not hold it for a module within alone."""
+    """Return whether the module itself uses its parameter, rather than only holding it for a submodule."""
     return next(module.children(), None) is None or name in names_read(module)
 
 
-def refuse(path: str, text: str) -> NoReturn:
+def reject(path: str, text: str) -> NoReturn:
     raise ValueError(f"{NAME}: {path}{text}")
 
 
@@ -170,16 +174,16 @@ def refuse(path: str, text: str) -> NoReturn:
 
 
 def read(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, Site]:
-    """The modules that the plan speaks of, by path, in the order of the model."""
+    """Return the modules that the plan matches, by path, in the order of the model."""
     if not isinstance(plan, Mapping):
         raise TypeError(f"{NAME}: plan is {shown(plan)}, expected a dict of patterns and roles, such as ad.plans.llama")
     modules = dict(model.named_modules())
     found: dict[str, _Roles] = {}
     for pattern, value in plan.items():
         new = _roles(pattern, value)
-        for path in _fitting(modules, pattern):
+        for path in _matching(modules, pattern):
             earlier = found.setdefault(path, {})
-            for role in earlier.keys() & _DECIDING if new.keys() & _DECIDING else ():
+            for role in earlier.keys() & _EXCLUSIVE_ROLES if new.keys() & _EXCLUSIVE_ROLES else ():
                 del earlier[role]
             earlier.update(new)
     sharing = [path for path, roles in found.items() if "shared_input" in roles]
@@ -190,49 +194,47 @@ def read(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, Site]:
             sites[path] = Site(path, module, found[path], shared)
             _check_roles(sites[path])
     if plan and not any(site.layer or site.function for site in sites.values()):
-        refuse("", f"no module of {type(model).__name__} is cut by this plan: is it that of another model?")
+        reject("", f"the plan shards no module of {type(model).__name__}; pass the plan of this model")
     for one in sharing:
         if not any((site.function or site.is_column) and site.shared == one for site in sites.values()):
-            refuse(
+            reject(
                 one,
-                ": the plan says 'shared_input' of it, and of no module in it 'column': expected one, since the "
-                "gradient of the input is summed over the ranks",
+                " is 'shared_input', but no module in it is 'column'; expected one, since the gradient of the input is "
+                "summed over the ranks: remove 'shared_input'",
             )
     return sites
 
 
 def _check_roles(site: Site) -> None:
-    """That what is replaced is replaced by one thing, and has no role of a module that stays."""
+    """Check that a module is replaced by one layer only, and then has no role of a module that is kept."""
     others = [role for role in site.roles if role != site.layer]
     if site.layer and others:
-        more = "gives a function" if others[0] == _FUNCTION else others[0]
-        refuse(
+        other = "a function" if others[0] == _FUNCTION else repr(others[0])
+        reject(
             site.path,
-            f": the plan says {site.layer} and {more}; it can be one of them: a role of a module that stays is that "
-            "of the module around",
+            f" is both {site.layer!r} and {other} in the plan; keep one of them (roles of modules that are not "
+            "replaced go to the module that contains it)",
         )
     if site.shared and site.layer in ("vocab_embedding", "vocab_head"):
-        refuse(
-            site.path, f": the plan says {site.layer} of it, within the 'shared_input' of {site.shared}; say 'column'"
-        )
+        reject(site.path, f" is {site.layer!r}, but it is within {site.shared}, which is 'shared_input'; use 'column'")
 
 
-def _fitting(modules: Mapping[str, nn.Module], pattern: Any) -> list[str]:
-    """Paths of the modules that the pattern fits."""
+def _matching(modules: Mapping[str, nn.Module], pattern: Any) -> list[str]:
+    """Return the paths of the modules that the pattern matches."""
     if not isinstance(pattern, str):
-        raise TypeError(f"{NAME}: the plan has the key {shown(pattern)}, expected a pattern of module paths")
-    paths = [path for path in modules if path and _fits(_names(modules, path), pattern.split("."))]
+        raise TypeError(f"{NAME}: the plan has the key {shown(pattern)}, expected a pattern of module paths (a str)")
+    paths = [path for path in modules if path and _matches(_names(modules, path), pattern.split("."))]
     if not paths and not pattern.startswith("**."):
         near = [path for path in modules if path.rpartition(".")[2] == pattern.rpartition(".")[2]][:3]
-        there = f"there are {', '.join(near)}" if near else "see [name for name, _ in model.named_modules()]"
-        refuse("", f"no module fits the pattern {pattern!r}; {there}")
+        there = f"similar: {', '.join(near)}" if near else "see [name for name, _ in model.named_modules()]"
+        reject("", f"the pattern {pattern!r} matches no module; {there}, or begin it with '**.' if it may match none")
     return paths
 
 
 def _names(modules: Mapping[str, nn.Module], path: str) -> list[tuple[str, ...]]:
-    """Of each part of a path: its name, and in a list also how many from the end it is, "-1" the last one."""
+    """Return the names of each part of a path: its own, and in a list also its index from the end ("-1" the last)."""
     found: list[tuple[str, ...]] = []
-    for one in reversed(above(path)):
+    for one in reversed(ancestors(path)):
         parent, _, name = one.rpartition(".")
         around = modules[parent]
         if isinstance(around, (nn.ModuleList, nn.Sequential)) and name.isdigit():
@@ -242,32 +244,32 @@ def _names(modules: Mapping[str, nn.Module], path: str) -> list[tuple[str, ...]]
     return found
 
 
-def _fits(names: list[tuple[str, ...]], pattern: list[str]) -> bool:
+def _matches(names: list[tuple[str, ...]], pattern: list[str]) -> bool:
     if not names or not pattern:
         return not names and all(part == "**" for part in pattern)
     if pattern[0] == "**":
-        return _fits(names, pattern[1:]) or _fits(names[1:], pattern)
-    return any(fnmatch.fnmatchcase(name, pattern[0]) for name in names[0]) and _fits(names[1:], pattern[1:])
+        return _matches(names, pattern[1:]) or _matches(names[1:], pattern)
+    return any(fnmatch.fnmatchcase(name, pattern[0]) for name in names[0]) and _matches(names[1:], pattern[1:])
 
 
 def _roles(pattern: str, value: Any) -> _Roles:
-    """What the plan says of a pattern."""
+    """Return the roles that the plan gives a pattern, with their options."""
     found: _Roles = {}
     for one in value if isinstance(value, list) else [value]:
         if callable(one):
             found[_FUNCTION] = {"makes": one}
             continue
         name, options = one if isinstance(one, tuple) and len(one) == 2 else (one, {})
-        if name not in (*LAYERS, *_STAYING) or not isinstance(options, Mapping):
+        if name not in (*LAYER_ROLES, *_KEPT_ROLES) or not isinstance(options, Mapping):
             raise ValueError(
-                f"{NAME}: the plan says {shown(one)} of {pattern!r}, expected a function, or one of "
-                f"{', '.join((*LAYERS, *_STAYING))}, or a pair of one and a dict of options"
+                f"{NAME}: the plan has the role {shown(one)} for {pattern!r}, expected a function, or one of "
+                f"{', '.join((*LAYER_ROLES, *_KEPT_ROLES))}, or a pair of one and a dict of options"
             )
-        unknown = [key for key in options if name in _STAYING and key != _STAYING[name]]
+        unknown = [key for key in options if name in _KEPT_ROLES and key != _KEPT_ROLES[name]]
         if unknown:
             raise ValueError(
-                f"{NAME}: the plan gives {name!r} of {pattern!r} the option {shown(unknown[0])}, expected "
-                f"{_STAYING[name] or 'none'}"
+                f"{NAME}: the role {name!r} for {pattern!r} has the option {shown(unknown[0])}, expected "
+                f"{_KEPT_ROLES[name] or 'none'}"
             )
         found[name] = dict(options)
     return found

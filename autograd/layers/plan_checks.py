@@ -1,4 +1,4 @@
-"""Whether a plan fits the model and would give right gradients; what it leaves unsaid."""
+"""Checks that a plan fits the model and gives correct gradients; warnings about modules that it does not mention."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from torch import nn
 from pynccl.bindings.values import shown
 
 from ..arguments import as_int
-from .plan import NAME, Planned, Site, above, is_within, names_read, probability, reads, refuse, widths_of
+from .plan import NAME, PlannedModel, Site, ancestors, is_within, names_read, probability, reads, reject, widths_of
 from .shards import Sharded
 
-# ------------------------------------------------------------------------------------------------- what is cut
+# ------------------------------------------------------------------------------------------------- sharded layers
 
 
-def check_cut(planned: Planned) -> None:
-    """That the layers that are cut fit what is around them."""
+def check_sharded_layers(planned: PlannedModel) -> None:
+    """Check that the layers that the plan shards fit the modules around them."""
     ranks, sites = planned.comm.size, planned.sites
     for site in sites.values():
         _check_attributes(site, ranks)
     begins, ends = planned.of_role("sequence_begin"), planned.of_role("sequence_end")
     if planned.sequence_parallel and begins and not ends and not any(one.function for one in sites.values()):
-        refuse(
+        reject(
             begins[0].path,
-            ": the plan says 'sequence_begin' there, and 'sequence_end' of no module after it, so each rank would go "
-            "on with a part of the sequence; say it of the module whose output is to be whole, besides 'sequence'",
+            " is 'sequence_begin', but no module after it is 'sequence_end', so the output would be a shard of the "
+            "sequence; add 'sequence_end' to the module whose output must be gathered, besides 'sequence'",
         )
     if ranks > 1:
         for parent in sorted({site.parent for site in sites.values()}):
@@ -38,28 +38,28 @@ def check_cut(planned: Planned) -> None:
 
 
 def _check_attributes(site: Site, ranks: int) -> None:
-    """That the module has those that the plan names, and that they can be divided."""
+    """Check that the module has the attributes that the plan names, and that those of "divide" are divisible."""
     drawn: list[Any] = [site.roles["attention_dropout"].get("p")] if "attention_dropout" in site.roles else []
     for name in [*drawn, *site.divided]:
         try:
             value = operator.attrgetter(name)(site.module)
         except (AttributeError, TypeError):
             kind = type(site.module).__name__
-            refuse(site.path, f": the plan names its attribute {shown(name)}, which {kind} does not have")
+            reject(site.path, f": the plan names the attribute {shown(name)}, which {kind} does not have; correct it")
         if name in site.divided and (as_int(value) is None or value % ranks):
-            refuse(
+            reject(
                 site.path,
-                f": the plan names its attribute {name!r}, which is {shown(value)}: expected an integer that {ranks} "
-                "ranks divide",
+                f": the plan divides the attribute {name!r}, which is {shown(value)}; expected an integer that is "
+                f"divisible by {ranks} ranks",
             )
 
 
 _COUNTS = re.compile(r"heads$|^n_?head$")
 
 
-def _check_counts(planned: Planned, parent: str) -> None:
-    """That the forward of a module whose heads are cut does not count them by an attribute that says them all."""
-    heads = {planned.cut_heads(site) for site in planned.children(parent)} - {None}
+def _check_counts(planned: PlannedModel, parent: str) -> None:
+    """Check that a module whose heads are sharded does not read the number of all heads in its forward."""
+    heads = {planned.num_heads(site) for site in planned.children(parent)} - {None}
     module, around = planned.model.get_submodule(parent), planned.sites.get(parent)
     if not heads or (around is not None and around.function is not None):
         return
@@ -67,155 +67,156 @@ def _check_counts(planned: Planned, parent: str) -> None:
     config = getattr(module, "config", None) if "config" in read else None
     missing = []
     for name in sorted(filter(_COUNTS.search, read)):
-        owner, said = (module, name) if hasattr(module, name) else (config, f"config.{name}")
-        if getattr(owner, name, None) in heads and said not in divided:
-            missing.append(said)
+        owner, full_name = (module, name) if hasattr(module, name) else (config, f"config.{name}")
+        if getattr(owner, name, None) in heads and full_name not in divided:
+            missing.append(full_name)
     if missing:
-        refuse(
+        reject(
             parent,
-            f": the forward of {type(module).__name__} counts heads by {' and '.join(missing)}, those of all ranks, "
-            f"and the plan cuts them over {planned.comm.size} ranks; say ('divide', {{'attributes': "
-            f"{[*divided, *missing]}}}) of it",
+            f": the forward of {type(module).__name__} reads {' and '.join(missing)}, which counts the heads of all "
+            f"ranks, but the plan shards them over {planned.comm.size} ranks; add the role ('divide', "
+            f"{{'attributes': {[*divided, *missing]}}})",
         )
 
 
 def _check_pieces(sites: list[Site]) -> None:
-    """That the plan says what lies side by side in the outputs of a layer, where they are more than one thing."""
+    """Check that the plan says how the outputs of a layer are laid out, if they are several projections in one."""
     rows = [site for site in sites if site.layer == "row"]
     for site in sites:
         if not site.is_column or not rows or site.options.keys() & {"heads", "blocks"}:
             continue
-        outputs, most = widths_of(site.module)[1], max(widths_of(one.module)[0] for one in rows)
-        if outputs > most:
-            refuse(
+        outputs, read = widths_of(site.module)[1], max(widths_of(row.module)[0] for row in rows)
+        if outputs > read:
+            reject(
                 site.path,
-                f" has {outputs} outputs, and {rows[0].path} beside it reads {most}, so they are several things in one "
-                "matrix, such as queries, keys and values; say how they lie: ('column', {'blocks': 3}) one after the "
-                "other, {'heads': 'num_heads'} head by head, {'blocks': 1} if it is one",
+                f" has {outputs} outputs, but {rows[0].path} has {read} inputs, so it seems to fuse several "
+                "projections (queries, keys, values); give their layout: ('column', {'blocks': 3}) if they are "
+                "consecutive, {'heads': 'num_heads'} if they alternate by head, {'blocks': 1} if there is one",
             )
 
 
-# ------------------------------------------------------------------------------------------------- what stays
+# ------------------------------------------------------------------------------------------------- kept modules
 
 
-class Stay(NamedTuple):
+class KeptModule(NamedTuple):
     """A module that has parameters and is not replaced."""
 
     path: str
     module: nn.Module
-    role: str | None  # its place as the plan says
-    right: str | None  # the one that fits what is around; None: a function of the plan makes that, so nobody knows
-    why: str
+    placement: str | None  # in the plan
+    expected: str | None  # the placement that fits the modules around; None: unknown, a function makes these
+    reason: str  # why it is expected
 
 
-def staying(planned: Planned) -> list[Stay]:
+def kept_modules(planned: PlannedModel) -> list[KeptModule]:
+    """Return the modules that have parameters and are not replaced."""
     sites, found = planned.sites, []
     for path, module in planned.model.named_modules():
         if next(module.parameters(recurse=False), None) is None or (path in sites and sites[path].layer):
             continue
-        by_function = any(sites[one].function is not None for one in above(path) if one in sites)
-        right = (None, "") if by_function else _right_place(planned, path, module)
-        found.append(Stay(path, module, planned.place(path), *right))
+        by_function = any(sites[one].function is not None for one in ancestors(path) if one in sites)
+        expected = (None, "") if by_function else _expected_placement(planned, path, module)
+        found.append(KeptModule(path, module, planned.placement(path), *expected))
     return found
 
 
-_BESIDE, _AFTER = "is beside 'column' layers", "may see a part of the sequence on each rank"
-_NOT_KNOWN = {  # what it sees: then any role will do, if the plan says one
-    _BESIDE: "'partial' if it sees this rank's heads or columns, 'sequence' if all of them",
-    _AFTER: "'sequence' if it does, 'replicated' if not",
+_NEXT_TO_COLUMN, _MAYBE_SEQUENCE = "is next to 'column' layers", "may see a shard of the sequence on each rank"
+_AMBIGUOUS = {  # reasons for which the placement cannot be inferred: then any one that the plan gives is accepted
+    _NEXT_TO_COLUMN: "'partial' if it sees this rank's heads or columns, 'sequence' if all of them",
+    _MAYBE_SEQUENCE: "'sequence' if it does, 'replicated' if not",
 }
 
 
-def _right_place(planned: Planned, path: str, module: nn.Module) -> tuple[str, str]:
-    """Which place fits what is around a module that stays, and why."""
+def _expected_placement(planned: PlannedModel, path: str, module: nn.Module) -> tuple[str, str]:
+    """Return the placement that fits the modules around a module that is kept, and the reason."""
     for around in planned.of_role("shared_input"):
         if is_within(path, around.path):
-            return "partial", f"is within {around.path}, whose input 'column' layers share"
-    widths = [widths_of(site.module)[0] for site in _beside(planned, path) if site.is_column]
+            return "partial", f"is within {around.path}, which is 'shared_input'"
+    widths = [widths_of(site.module)[0] for site in _siblings(planned, path) if site.is_column]
     if widths and not any(one.dim() and one.shape[-1] in widths for one in module.parameters(recurse=False)):
-        return "partial", _BESIDE
+        return "partial", _NEXT_TO_COLUMN
     begins, ends = ([site.path for site in planned.of_role(f"sequence_{one}")] for one in ("begin", "end"))
-    parts = [one for one in planned.stacks() if one not in planned.sites or one in ends]
-    parts += [end for end in ends if not any(is_within(begin, end) for begin in begins)]
-    if any(is_within(path, one) for one in parts):
-        return "sequence", "sees a part of the sequence on each rank"
+    sharded = [one for one in planned.stacks() if one not in planned.sites or one in ends]
+    sharded += [end for end in ends if not any(is_within(begin, end) for begin in begins)]
+    if any(is_within(path, one) for one in sharded):
+        return "sequence", "sees a shard of the sequence on each rank"
     at = {one: index for index, (one, _) in enumerate(planned.model.named_modules())}
     for begin in begins:
         if at[begin] < at[path] < min((at[end] for end in ends if at[end] > at[begin]), default=0 if ends else len(at)):
-            return "sequence", _AFTER
-    return "replicated", "is not between 'sequence_begin' and 'sequence_end', nor between layers that are cut"
+            return "sequence", _MAYBE_SEQUENCE
+    return "replicated", "is neither between 'sequence_begin' and 'sequence_end' nor between sharded layers"
 
 
-def _beside(planned: Planned, path: str) -> list[Site]:
-    """What the plan says of the modules in the nearest one around, or in itself, that has "column" layers."""
-    for around in [*above(path), ""]:
+def _siblings(planned: PlannedModel, path: str) -> list[Site]:
+    """Return the matched children of the module itself, or of the nearest one around it, that has "column" layers."""
+    for around in [*ancestors(path), ""]:
         children = planned.children(around)
         if any(site.is_column for site in children):
             return children
     return []
 
 
-def check_staying(planned: Planned, stays: Iterable[Stay]) -> None:
-    """That what the plan says of a module that stays, or leaves unsaid, gives right gradients."""
-    for stay in stays:
-        if stay.right is None:
+def check_kept_modules(planned: PlannedModel, kept: Iterable[KeptModule]) -> None:
+    """Check that the placement of each module that is kept, or the lack of one, gives correct gradients."""
+    for entry in kept:
+        if entry.expected is None:
             continue
-        expected = _NOT_KNOWN.get(stay.why, repr(stay.right))
-        fits = planned.is_summed(stay.role) == planned.is_summed(stay.right)
-        fits &= (stay.role == "partial") == (stay.right == "partial")
-        fits |= stay.why in _NOT_KNOWN and stay.role is not None
-        if stay.role == "sequence" and stay.right == "replicated" and not planned.of_role("sequence_begin"):
-            continue  # the caller cuts the sequence
+        expected = _AMBIGUOUS.get(entry.reason, repr(entry.expected))
+        fits = planned.has_partial_gradients(entry.placement) == planned.has_partial_gradients(entry.expected)
+        fits &= (entry.placement == "partial") == (entry.expected == "partial")
+        fits |= entry.reason in _AMBIGUOUS and entry.placement is not None
+        if entry.placement == "sequence" and entry.expected == "replicated" and not planned.of_role("sequence_begin"):
+            continue  # the caller splits the sequence
         if not fits:
-            said = f"the plan says {stay.role!r} of it" if stay.role else "the plan says nothing of it"
-            layer = ", or 'column' or 'row' if it is to be cut" if isinstance(stay.module, nn.Linear) else ""
-            refuse(stay.path or type(stay.module).__name__, f" {stay.why}, and {said}; say {expected}{layer}")
-        if stay.role == "partial" and planned.comm.size > 1:
-            _check_sizes(planned, stay)
+            found = f"is {entry.placement!r} in the plan" if entry.placement else "is not in the plan"
+            layer = ", or 'column' or 'row' to shard it" if isinstance(entry.module, nn.Linear) else ""
+            reject(entry.path or type(entry.module).__name__, f" {entry.reason}, but {found}; use {expected}{layer}")
+        if entry.placement == "partial" and planned.comm.size > 1:
+            _check_sizes(planned, entry)
 
 
-def _check_sizes(planned: Planned, stay: Stay) -> None:
-    """That a module between layers that are cut is not made for what all ranks have there: as wide as that, or with
-    one of each for all heads."""
-    beside = _beside(planned, stay.path)
-    columns = [site for site in beside if site.is_column]
-    cut = {widths_of(site.module)[1]: site.path for site in columns if planned.cut_heads(site) != 1}
-    cut |= {widths_of(site.module)[0]: site.path for site in beside if site.layer == "row"}
-    heads = {planned.cut_heads(site): site.path for site in columns}
-    shapes = [one.shape for one in stay.module.parameters(recurse=False)]
+def _check_sizes(planned: PlannedModel, entry: KeptModule) -> None:
+    """Check that a module between sharded layers does not have the size of all ranks: as many features as an unsharded
+    layer, or one entry for each of all heads."""
+    siblings = _siblings(planned, entry.path)
+    columns = [site for site in siblings if site.is_column]
+    sharded = {widths_of(site.module)[1]: site.path for site in columns if planned.num_heads(site) != 1}
+    sharded |= {widths_of(site.module)[0]: site.path for site in siblings if site.layer == "row"}
+    heads = {planned.num_heads(site): site.path for site in columns}
+    shapes = [one.shape for one in entry.module.parameters(recurse=False)]
     sizes = {shape[0] for shape in shapes if len(shape) == 1}
     counts = {shape[0] for shape in shapes if len(shape) > 1}
-    if isinstance(stay.module, nn.Linear) or type(stay.module).__name__ == "Conv1D":
-        inputs, outputs = widths_of(stay.module)
+    if isinstance(entry.module, nn.Linear) or type(entry.module).__name__ == "Conv1D":
+        inputs, outputs = widths_of(entry.module)
         sizes, counts = {outputs} | ({inputs} - {widths_of(site.module)[0] for site in columns}), set()
-        _check_heads(planned, stay.path, columns, inputs, outputs)
-    if stay.path in {site.parent for site in columns}:  # its own parameters
+        _check_heads(planned, entry.path, columns, inputs, outputs)
+    if entry.path in {site.parent for site in columns}:  # its own parameters
         counts |= sizes
-    parent = planned.model.get_submodule(stay.path.rpartition(".")[0])
+    parent = planned.model.get_submodule(entry.path.rpartition(".")[0])
     if isinstance(parent, (nn.ModuleList, nn.ParameterList)):
         counts.add(len(parent))
-    too_large = {size: path for size, path in cut.items() if size in sizes}
+    too_large = {size: path for size, path in sharded.items() if size in sizes}
     too_large |= {count: path for count, path in heads.items() if count in counts and count not in (None, 1)}
     for size, path in too_large.items():
-        refuse(
-            stay.path,
-            f" is made for all {size} of {path}, which the plan cuts over {planned.comm.size} ranks; cut it, too, "
-            "or give a function in the plan that makes a layer of this rank's part",
+        reject(
+            entry.path,
+            f" is sized for all {size} of {path}, which the plan shards over {planned.comm.size} ranks; shard it too, "
+            "or put a function in the plan that makes this rank's layer",
         )
 
 
-def _check_heads(planned: Planned, path: str, columns: Iterable[Site], inputs: int, outputs: int) -> None:
-    """That a linear layer does not make all its heads on every rank, where a layer of the same input is cut by heads:
-    queries of this rank would meet keys of other heads."""
+def _check_heads(planned: PlannedModel, path: str, columns: Iterable[Site], inputs: int, outputs: int) -> None:
+    """Check that a linear layer does not compute all heads on every rank next to a layer that is sharded by heads: the
+    queries of this rank would be paired with keys of other heads."""
     for site in columns:
-        own_inputs, own_outputs = widths_of(site.module)
-        width = own_outputs // (planned.cut_heads(site) or 1)
-        if own_inputs == inputs and width != own_outputs and outputs > width and outputs % width == 0:
-            refuse(
+        site_inputs, site_outputs = widths_of(site.module)
+        width = site_outputs // (planned.num_heads(site) or 1)
+        if site_inputs == inputs and width != site_outputs and outputs > width and outputs % width == 0:
+            reject(
                 path,
-                f" makes {outputs // width} heads of {width} on every rank, and {site.path}, which has the same input, "
-                f"is cut by heads over {planned.comm.size} ranks: they would meet the wrong ones; say ('key_value', "
-                "{'heads': ...}) or ('column', {'heads': ...}) of it",
+                f" computes all {outputs // width} heads of width {width} on every rank, but {site.path} is sharded by "
+                f"heads over {planned.comm.size} ranks, so the heads would not match; use ('key_value', {{'heads': "
+                "...}) or ('column', {'heads': ...})",
             )
 
 
@@ -223,7 +224,7 @@ def _check_heads(planned: Planned, path: str, columns: Iterable[Site], inputs: i
 
 
 def tied_parameters(model: nn.Module) -> list[list[tuple[str, str]]]:
-    """Of parameters that several modules have: the paths of all these modules, and its name in each."""
+    """Return, for each parameter that several modules have, the path of each of these modules and its name there."""
     users: dict[int, list[tuple[str, str]]] = {}
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -231,45 +232,50 @@ def tied_parameters(model: nn.Module) -> list[list[tuple[str, str]]]:
     return [one for one in users.values() if len(one) > 1]
 
 
-def check_tied(planned: Planned, stays: Iterable[Stay], layers: Mapping[str, Sharded | None]) -> None:
-    """That each of these would be cut, or summed, in one way wherever it is used. What holds a parameter and does not
-    read it, as the head of BERT the bias of its decoder, has what the others have; tie() looks at what functions make.
-    """
-    staying = {stay.path: stay for stay in stays}
+def check_tied(planned: PlannedModel, kept: Iterable[KeptModule], layers: Mapping[str, Sharded | None]) -> None:
+    """Check that each tied parameter is sharded, or its gradient summed, in the same way by all its modules.
+
+    A module that holds a parameter without reading it (BERT's head and the bias of its decoder) follows the others.
+    tie() checks the layers that functions of the plan make."""
+    kept_by_path = {entry.path: entry for entry in kept}
     for group in tied_parameters(planned.model):
         becomes: dict[str, str] = {}
         for path, name in group:
-            stay, site = staying.get(path), planned.sites.get(path)
-            said = " and ".join(map(repr, site.roles)) if site is not None else "of which it says nothing"
-            user = f"{f'{path}.{name}'.lstrip('.')} ({said})"
-            if stay is not None:
-                if stay.right is not None and reads(stay.module, name):
-                    becomes[user] = "summed" if planned.is_summed(stay.role) else "whole"
+            entry, site = kept_by_path.get(path), planned.sites.get(path)
+            roles = " and ".join(map(repr, site.roles)) if site is not None else "not in the plan"
+            user = f"{f'{path}.{name}'.lstrip('.')} ({roles})"
+            if entry is not None:
+                if entry.expected is not None and reads(entry.module, name):
+                    becomes[user] = "summed" if planned.has_partial_gradients(entry.placement) else "full"
             elif site is not None and site.function is None:
                 layer = layers[path]
                 shard = None if layer is None else layer.shards().get(name)
                 becomes[user] = repr(site.roles) if shard is None else f"{shard} {shard.splits}"
         if len(set(becomes.values())) > 1:
             raise ValueError(
-                f"{NAME}: {' and '.join(becomes)} are one parameter, of which the plan makes different things; "
-                "expected 'vocab_embedding' and 'vocab_head', one role of both, or a parameter of its own for each"
+                f"{NAME}: {' and '.join(becomes)} are one tied parameter, but the plan shards them differently; use "
+                "'vocab_embedding' and 'vocab_head', give both the same role, or untie them"
             )
 
 
-# ------------------------------------------------------------------------------------------------- what is unsaid
+# ------------------------------------------------------------------------------------------------- unmentioned modules
 
 
-def warn_of_silence(planned: Planned, stays: Iterable[Stay]) -> None:
-    """Of what has parameters, or draws, and is not mentioned."""
-    names = [stay.path or type(stay.module).__name__ for stay in stays if stay.role is None and stay.right is not None]
-    for path, place in planned.dropouts().items():
-        if place is None and probability(planned.model.get_submodule(path)) > 0:
+def warn_unmentioned(planned: PlannedModel, kept: Iterable[KeptModule]) -> None:
+    """Warn about modules with parameters, and dropout, that the plan does not mention."""
+    names = [
+        entry.path or type(entry.module).__name__
+        for entry in kept
+        if entry.placement is None and entry.expected is not None
+    ]
+    for path, placement in planned.dropouts().items():
+        if placement is None and probability(planned.model.get_submodule(path)) > 0:
             names.append(path)
     names = [name for name in names if name not in planned.sites]
     if names:
         warnings.warn(
-            f"{NAME}: the plan says nothing of {', '.join(names[:10])}{', ...' if names[10:] else ''}: replicated on "
-            "every rank; to be clear, say 'replicated' of them, or 'sequence' where they see a part of it",
+            f"{NAME}: the plan does not mention {', '.join(names[:10])}{', ...' if names[10:] else ''}: they are "
+            "replicated on every rank; use 'replicated' to confirm, or 'sequence' if they see a shard of the sequence",
             UserWarning,
             stacklevel=3,
         )

@@ -1,4 +1,4 @@
-"""parallelize: the modules of a model become tensor-parallel ones, after a plan."""
+"""parallelize: replace modules of a model with tensor-parallel layers, according to a plan."""
 
 from __future__ import annotations
 
@@ -22,11 +22,28 @@ from ..overlap.config import Overlap
 from ..torch_internals import has_hooks, has_no_values
 from ..wire import Dtype
 from .dropout import Dropout
-from .hooks import Entering, SameInput, Sequence, checksum, hook_modules, hook_outputs, keep_parts, leave_logits_cut
+from .hooks import (
+    CheckSameInput,
+    GatherInput,
+    SequenceSharding,
+    checksum,
+    handle_sharded_logits,
+    hook_modules,
+    hook_outputs,
+    preserve_shards,
+)
 from .linear import ColumnParallelLinear, KeyValueLinear, RowParallelLinear
-from .plan import LAYERS, NAME, Planned, Site, read, reads, widths_of
-from .plan_checks import Stay, check_cut, check_staying, check_tied, staying, tied_parameters, warn_of_silence
-from .shards import Shard, Sharded, shard_of
+from .plan import LAYER_ROLES, NAME, PlannedModel, Site, read, reads, widths_of
+from .plan_checks import (
+    KeptModule,
+    check_kept_modules,
+    check_sharded_layers,
+    check_tied,
+    kept_modules,
+    tied_parameters,
+    warn_unmentioned,
+)
+from .shards import Shard, Sharded, set_shard, shard_of
 from .vocabulary import VocabParallelEmbedding, VocabParallelHead
 
 _SAMPLE = 16  # elements of each parameter that are compared
@@ -44,91 +61,113 @@ def parallelize(
     gather_logits: bool = True,
     init: Callable[[nn.Module], Any] | None = None,
 ) -> nn.Module:
-    """Make a model tensor-parallel, in place; returns it. Each rank keeps its part of the weights, which are equal on
-    all ranks before. Names of modules and parameters stay.
+    """Apply tensor parallelism and sequence parallelism to a model, according to a plan.
 
-    plan: {pattern of module paths: role}; `ad.plans` has those of well-known models, and says how patterns are
-    written. Each pattern has to fit a module, but for one that begins with "**.". A role is one of these names, a pair
-    (name, options), a list of them, or a function `f(module, comm)` that returns what takes the module's place.
+    It modifies the model in place, and returns it. It is a collective: every rank of `comm` must call it, with equal
+    weights.
 
-    "column"          nn.Linear (or transformers' Conv1D) -> ColumnParallelLinear. Options: of the class; heads: the
-                      name in model.config of the number of heads, which N has to divide
-    "row"             nn.Linear -> RowParallelLinear
-    "key_value"       as "column"; of fewer heads than ranks each is shared by several ranks (`KeyValueLinear`), and
-                      num_key_value_groups of the parent becomes what it is on this rank
-    "shared_input"    the input of this module is gathered once, for all "column" and "key_value" modules in it.
-                      Options: input: the argument's name, where it is not the first tensor
-    "vocab_embedding" nn.Embedding -> VocabParallelEmbedding
-    "vocab_head"      nn.Linear -> VocabParallelHead
-    "sequence"        stays, and sees this rank's part of the sequence: `finish_gradients` sums its gradients
-    "partial"         stays, and sees this rank's heads or columns: the same, without sequence parallelism, too
-    "sequence_begin"  the input of this module is cut along the sequence. Options: input
-    "sequence_end"    the output of this module is gathered along the sequence
-    "replicated"      stays
-    "divide"          attributes that count what is on all ranks are divided by N. Options: attributes, such as
-                      ["num_heads"]; of "config.num_heads" in a copy of config, which modules may share
-    "attention_dropout" what this module draws itself is of this rank's heads. Options: p: name of its attribute, a
-                      probability or a dropout module, that says how much
+        ad.parallelize(model, comm, ad.plans.llama)
+        model(input_ids=ids, labels=ids).loss.backward()
+        ad.finish_gradients(model)
 
-    nn.Dropout modules that the plan mentions draw as `ad.rng` does: each rank its own numbers where they are "partial",
-    or "sequence" with sequence parallelism; equal ones where they are "replicated", or within a module that is.
+    Each rank keeps its shard of the weights. Names of modules and parameters do not change.
 
-    sequence_parallel  between "sequence_begin" and "sequence_end" each rank has 1/N of the sequence, which N has to
-                       divide: padded, where it does not. Without gradients (torch.no_grad) other lengths are computed
-                       without sequence parallelism, as in generate()
-    seq_dim            where hidden states have the sequence: 1 if the batch comes first
-    gather_logits      False: a "vocab_head" leaves each rank its words; a model of transformers then has its loss by
-                       `vocab_parallel_cross_entropy`
-    init               of a model on the meta device. None: its parts stay there, for `load_full_state_dict`; of models
-                       of transformers the buffers that no checkpoint has are made. A function
-                       of a module, such as `model._init_weights` or `lambda m: m.reset_parameters()`: a layer at a time
-                       is drawn whole, and this rank's part kept: as `model.apply(init)` of the unsharded model does
-                       with the same seed
+    model              the unsharded model; on the meta device, see `init`
+    comm               the N tensor-parallel ranks, for example `mesh["tp"]`. All of them must be given the same batches
+    plan               dict {pattern of module paths: role}, see below. `ad.plans` has those of well-known models
+    sequence_parallel  between "sequence_begin" and "sequence_end" each rank has 1/N of the sequence. In training its
+                       length must be divisible by N: pad it if it is not. Without gradients (torch.no_grad(), as in
+                       generate()) other lengths are computed without sequence parallelism
+    seq_dim            sequence dimension of the hidden states: 1 if the batch comes first
+    overlap            how the layers hide communication behind matmuls, see `ColumnParallelLinear`
+    reduce_dtype       data type in which the layers sum over ranks; None: that of the summed tensor
+    gather_logits      False: "vocab_head" returns the logits of this rank's shard of the vocabulary. Causal models of
+                       transformers then compute their loss with `vocab_parallel_cross_entropy`
+    init               for a model on the meta device. None: its shards stay there, for `load_full_state_dict`; in
+                       models of transformers, buffers that no checkpoint has are computed. A function of a module, such
+                       as `model._init_weights` or `lambda m: m.reset_parameters()`: initializes one full layer at a
+                       time and keeps this rank's shard, with the values that `model.apply(init)` gives the unsharded
+                       model with the same seed
 
-    After backward(): `finish_gradients(model)`, then `clip_grad_norm_`. ValueError and TypeError name the module, on
-    every rank, before anything is changed; the first forward pass raises ValueError if ranks have other batches.
-    UserWarning for modules with parameters, and for dropout, of which the plan says nothing: they are replicated; and
-    for weights that are not equal on all ranks.
+    In a pattern, "*" matches one part of a path, "**" any number of parts; "layers.-1" is the last module of a list.
+    Each pattern must match a module, except those that begin with "**.". A role is one of the names below, a pair
+    (name, options), a function `f(module, comm)` that returns the replacement, or a list of these.
+
+    Roles of modules that are replaced:
+
+    "column"            nn.Linear (or transformers' Conv1D) -> `ColumnParallelLinear`. Options: those of the class; and
+                        heads, the name in model.config of the number of heads, which must be divisible by N
+    "row"               nn.Linear (or Conv1D) -> `RowParallelLinear`. Options: those of the class
+    "key_value"         as "column". With fewer heads than ranks, several ranks share a head (`KeyValueLinear`), and the
+                        parent's num_key_value_groups is adjusted
+    "vocab_embedding"   nn.Embedding -> `VocabParallelEmbedding`
+    "vocab_head"        nn.Linear -> `VocabParallelHead`
+
+    Roles of modules that are kept:
+
+    "shared_input"      gather the input of this module once, for all "column" and "key_value" modules in it. Option:
+                        input, the argument's name; default: the first tensor
+    "sequence"          it sees this rank's shard of the sequence: `finish_gradients` sums its gradients
+    "partial"           it sees this rank's heads or columns: gradients are summed, also without sequence parallelism
+    "replicated"        it does the same work on every rank
+    "sequence_begin"    split the input of this module along the sequence. Option: input, as above
+    "sequence_end"      gather the output of this module along the sequence
+    "divide"            divide counting attributes by N. Option: attributes, such as ["num_heads"], or
+                        ["config.num_heads"], which divides it in a copy of the config that other modules may share
+    "attention_dropout" this module applies dropout to this rank's heads in its forward. Option: p, the name of its
+                        attribute that is the probability or a dropout module
+
+    nn.Dropout modules that the plan mentions become `ad.Dropout`: with random numbers of each rank's own if they are
+    "partial", or "sequence" with sequence parallelism; with equal ones if they, or a module around them, are
+    "replicated".
+
+    Raises ValueError or TypeError, on every rank and before the model is changed, with the name of the module. The
+    first forward pass raises ValueError if the ranks have different batches. Warns (UserWarning) about modules with
+    parameters, and dropout, that the plan does not mention: they are replicated; and if the weights are not equal on
+    all ranks.
     """
     check_comm(NAME, comm, model=model)
     comm.check_alive()
-    planned = Planned(model, comm, sequence_parallel, seq_dim, overlap, reduce_dtype, gather_logits)
-    layers, stays = run_on_all_ranks(comm, lambda: _checked(planned, plan, init))
-    _check_alike(planned, init)
-    warn_of_silence(planned, stays)
+    planned = PlannedModel(model, comm, sequence_parallel, seq_dim, overlap, reduce_dtype, gather_logits)
+    layers, kept = run_on_all_ranks(comm, lambda: _checked(planned, plan, init))
+    _check_same_on_all_ranks(planned, init)
+    warn_unmentioned(planned, kept)
 
     # From here on the model is changed.
-    tied, sequence = tied_parameters(model), Sequence(comm, seq_dim)
-    for stay in stays:
-        for parameter in stay.module.parameters(recurse=False) if planned.is_summed(stay.role) else ():
-            parameter.shard = Shard(comm, None, parameter.shape, partial=True)  # type: ignore[attr-defined]
-    entering = hook_modules(planned, sequence)
+    tied, sequence = tied_parameters(model), SequenceSharding(comm, seq_dim)
+    for entry in kept:
+        if planned.has_partial_gradients(entry.placement):
+            for parameter in entry.module.parameters(recurse=False):
+                set_shard(parameter, Shard(comm, None, parameter.shape, partial=True))
+    gather_inputs = hook_modules(planned, sequence)
     divide(planned)
-    replace(planned, layers, entering, init)
+    replace(planned, layers, gather_inputs, init)
     for group in tied:
         tie(model, group)
     sequence.layers = [one for one in model.modules() if getattr(one, "sequence_parallel", None) is True]
     if not sequence_parallel or planned.of_role("sequence_begin"):
-        model.register_forward_pre_hook(SameInput(comm), with_kwargs=True)
+        model.register_forward_pre_hook(CheckSameInput(comm), with_kwargs=True)
     hook_outputs(planned, sequence)
-    leave_logits_cut(model, comm)
-    keep_parts(model)
+    handle_sharded_logits(model, comm)
+    preserve_shards(model)
     return model
 
 
-def _checked(planned: Planned, plan: Mapping[str, Any], init: Any) -> tuple[dict[str, Sharded | None], list[Stay]]:
-    """The layers that take the places of modules, and the modules that stay, if the plan is right."""
+def _checked(
+    planned: PlannedModel, plan: Mapping[str, Any], init: Any
+) -> tuple[dict[str, Sharded | None], list[KeptModule]]:
+    """Check the plan. Return the layers that will replace modules, by path, and the modules that are kept."""
     _check_arguments(planned, init)
     planned.sites = read(planned.model, plan)
-    layers = {path: layer_of(planned, site) for path, site in planned.sites.items()}
-    stays = staying(planned)
-    check_cut(planned)
-    check_staying(planned, stays)
-    check_tied(planned, stays, layers)
-    return layers, stays
+    layers = {path: make_layer(planned, site) for path, site in planned.sites.items()}
+    kept = kept_modules(planned)
+    check_sharded_layers(planned)
+    check_kept_modules(planned, kept)
+    check_tied(planned, kept, layers)
+    return layers, kept
 
 
-def _check_arguments(planned: Planned, init: Any) -> None:
+def _check_arguments(planned: PlannedModel, init: Any) -> None:
     instance(planned.model, nn.Module, f"{NAME}: model", "a torch.nn.Module")
     for name in ("sequence_parallel", "gather_logits"):
         instance(getattr(planned, name), bool, f"{NAME}: {name}", "True or False")
@@ -139,17 +178,17 @@ def _check_arguments(planned: Planned, init: Any) -> None:
         raise TypeError(f"{NAME}: init is {shown(init)}, expected a function of a module, such as model._init_weights")
 
 
-def _check_alike(planned: Planned, init: Any) -> None:
-    """ValueError, on all ranks, if they would make other models; UserWarning if they have other weights, which a
-    checkpoint that is loaded afterwards may put right."""
+def _check_same_on_all_ranks(planned: PlannedModel, init: Any) -> None:
+    """Raise ValueError, on all ranks, if their models would differ. Only warn if their weights do, since a checkpoint
+    that is loaded later fixes that."""
     model, comm = planned.model, planned.comm
     if comm.size == 1:
         return
 
-    def said(one: Any) -> str:  # of what JSON has no word for: a function is one, whatever made it
-        return "a function" if callable(one) else type(one).__name__
+    def name_of(value: Any) -> str:  # for values that JSON cannot encode; all functions count as equal
+        return "a function" if callable(value) else type(value).__name__
 
-    text = partial(json.dumps, default=said)  # equal where the value is
+    text = partial(json.dumps, default=name_of)
     names = ("sequence_parallel", "seq_dim", "overlap", "gather_logits")
     samples = []
     for one in model.parameters():
@@ -157,20 +196,21 @@ def _check_alike(planned: Planned, init: Any) -> None:
             step = max(1, one.numel() // _SAMPLE)
             samples.append(one.detach().reshape(-1)[::step][:_SAMPLE].to(torch.float64))
     values = {
-        "what the plan says of the modules": text([(path, site.roles) for path, site in planned.sites.items()]),
+        "the roles of the modules in the plan": text([(path, site.roles) for path, site in planned.sites.items()]),
         "the options": text([*(getattr(planned, name) for name in names), str(planned.reduce_dtype), init is None]),
-        "names, shapes, types or devices of the parameters": [
+        "names, shapes, dtypes or devices of the parameters": [
             f"{name} {list(one.shape)} {one.dtype} {one.is_meta}" for name, one in model.named_parameters()
         ],
         "the weights": checksum([torch.cat(samples)] if samples else []),
     }
     other = difference(comm, values)
     if other is not None and other.what != "the weights":
-        raise ValueError(f"{NAME}: {other}; expected the same on all ranks")
+        raise ValueError(f"{NAME}: {other}; pass the same on all ranks")
     if other is not None:
         warnings.warn(
-            f"{NAME}: rank {other.rank} and rank 0 have other weights, and each will keep its part of its own: call "
-            "torch.manual_seed(seed) before the model is made, or load a checkpoint afterwards by load_full_state_dict",
+            f"{NAME}: rank {other.rank} and rank 0 have different weights, so the shards do not make up one model; "
+            "call torch.manual_seed(seed) before making the model, or load a checkpoint with load_full_state_dict "
+            "afterwards",
             UserWarning,
             stacklevel=3,
         )
@@ -188,16 +228,16 @@ _CLASSES: dict[str, Any] = {
 }
 
 
-def layer_of(planned: Planned, site: Site) -> Sharded | None:
-    """The layer that is to take the module's place, on the meta device. None: there is none yet, since a function of
-    the plan makes it, or it needs communicators that all ranks have to make together; or the module stays."""
+def make_layer(planned: PlannedModel, site: Site) -> Sharded | None:
+    """Return the layer that will replace the module, on the meta device. None: the module is kept, or a function of the
+    plan makes the layer, or the layer needs new communicators, which all ranks must make together."""
     if site.layer is None:
         return None
     _check_replaceable(site, site.layer)
     try:
         if _shares_heads(planned, site):
             return None
-        layer: Sharded = _CLASSES[site.layer].like(site.module, planned.comm, **_options(planned, site))
+        layer: Sharded = _CLASSES[site.layer].like(site.module, planned.comm, **_layer_options(planned, site))
         return layer
     except (ValueError, TypeError) as error:
         if str(error).startswith(NAME):
@@ -207,42 +247,42 @@ def layer_of(planned: Planned, site: Site) -> Sharded | None:
 
 
 def _check_replaceable(site: Site, role: str) -> None:
-    """That the module is what the role is for, and that nothing is lost with it: only of torch's own classes it is
-    known what they do."""
+    """Check that the module has the type that the role needs, and that replacing it loses nothing: no hooks, and no
+    subclass, whose forward may differ."""
     module, kind = site.module, type(site.module)
     if isinstance(module, Sharded):
-        raise TypeError(f"{NAME}: {site.path} is {kind.__name__} already; make a model parallel once")
-    right: Any = nn.Embedding if role == "vocab_embedding" else nn.Linear
-    is_conv = kind.__name__ == "Conv1D" and "Conv1D" in LAYERS[role]
-    if not isinstance(module, right) and not is_conv:
-        raise TypeError(f"{NAME}: {site.path} is {kind.__name__}, and the plan says {role!r}: expected {LAYERS[role]}")
-    own = "hooks" if has_hooks(module) else "" if kind is right or is_conv else f"more than a torch.nn.{right.__name__}"
-    if own:
+        raise TypeError(f"{NAME}: {site.path} is {kind.__name__} already; call {NAME} once per model")
+    base: Any = nn.Embedding if role == "vocab_embedding" else nn.Linear
+    is_conv = kind.__name__ == "Conv1D" and "Conv1D" in LAYER_ROLES[role]
+    if not isinstance(module, base) and not is_conv:
+        raise TypeError(f"{NAME}: {site.path} is {kind.__name__}, but the role {role!r} needs {LAYER_ROLES[role]}")
+    if has_hooks(module) or not (kind is base or is_conv):
+        lost = "has hooks" if has_hooks(module) else f"subclasses torch.nn.{base.__name__}"
         raise TypeError(
-            f"{NAME}: {site.path} is {kind.__name__} with {own}, which would be lost in the layer in its place; say "
-            "'replicated' of it, and of what has the same parameter, or give a function that makes the layer"
+            f"{NAME}: {site.path} ({kind.__name__}) {lost}, which {role!r} would lose; use 'replicated' for it and for "
+            "modules tied to it, or a function that makes the layer"
         )
 
 
-def _shares_heads(planned: Planned, site: Site) -> bool:
-    """Whether there are fewer heads of keys or values than ranks, so that several ranks share one. ValueError for heads
-    that cannot be cut."""
-    heads, ranks = planned.cut_heads(site), planned.comm.size
+def _shares_heads(planned: PlannedModel, site: Site) -> bool:
+    """Return whether there are fewer key/value heads than ranks, so that several ranks share one. ValueError if the
+    heads cannot be divided over the ranks."""
+    heads, ranks = planned.num_heads(site), planned.comm.size
     if heads is None or heads % ranks == 0:
         return False
     shares = site.layer == "key_value"
     if not shares or ranks % heads:
-        expected = "one to be a multiple of the other" if shares else "a multiple of the ranks"
+        expected = "a multiple or a divisor of that" if shares else "a multiple of that"
         raise ValueError(f"model.config.{site.options['heads']} is {heads}, on {ranks} ranks; expected {expected}")
     if not site.shared:
-        raise ValueError(f"{heads} heads on {ranks} ranks need 'shared_input' of the module around")
+        raise ValueError(f"{heads} heads on {ranks} ranks need 'shared_input' on the module that contains it")
     if widths_of(site.module)[1] % heads:
         raise ValueError(f"{widths_of(site.module)[1]} outputs are not divisible by {heads} heads")
     return True
 
 
-def _options(planned: Planned, site: Site) -> dict[str, Any]:
-    """What the class of the layer is told."""
+def _layer_options(planned: PlannedModel, site: Site) -> dict[str, Any]:
+    """Return the keyword arguments of the layer's class."""
     if site.layer == "vocab_embedding":
         return {"reduce_dtype": planned.reduce_dtype, **site.options}
     if site.layer == "vocab_head":
@@ -254,71 +294,74 @@ def _options(planned: Planned, site: Site) -> dict[str, Any]:
 
 
 def replace(
-    planned: Planned, layers: Mapping[str, Sharded | None], entering: Mapping[str, Entering], init: Any
+    planned: PlannedModel, layers: Mapping[str, Sharded | None], gather_inputs: Mapping[str, GatherInput], init: Any
 ) -> None:
-    """Put layers and dropout in their places.
+    """Replace modules with parallel layers and `ad.Dropout`.
 
-    layers    path -> layer, without parameters, that is made already
-    entering  path -> hook of a module that gathers the input of the layers in it
-    init      of modules on the meta device: a function of a module, by which a piece at a time is drawn whole
+    layers         path -> layer on the meta device
+    gather_inputs  path of a "shared_input" module -> its hook
+    init           initializes the modules of the meta device, one step of full modules at a time
     """
     model, meshes = planned.model, dict[int, Mesh]()
-    for path, place in planned.dropouts().items():
-        if place is not None:
+    for path, placement in planned.dropouts().items():
+        if placement is not None:
             old: Any = model.get_submodule(path)
-            _put(model, path, Dropout(old.p, planned.comm, planned.is_summed(place), old.inplace).train(old.training))
-    for modules in list(_pieces(model)):
-        _draw(modules.values(), planned.comm, init, getattr(model, "_init_weights", None))
+            new = Dropout(old.p, planned.comm, planned.has_partial_gradients(placement), old.inplace)
+            _replace_module(model, path, new.train(old.training))
+    for modules in list(_initialization_steps(model)):
+        _initialize(modules.values(), planned.comm, init, getattr(model, "_init_weights", None))
         for site in [planned.sites[path] for path in modules if path in planned.sites]:
             if site.function is not None:
-                made = _made_by_function(planned, site)
+                made = _call_plan_function(planned, site)
             elif site.layer is not None:
                 made = (layers[site.path] or _key_value(planned, site, meshes)).take(site.module)
                 if init is not None:
-                    site.module.to_empty(device="meta", recurse=False)  # so that one piece at a time is whole
+                    site.module.to_empty(device="meta", recurse=False)  # frees the full module before the next step
             else:
                 continue
             if site.shared and getattr(made, "gather_input", None) is False:
-                made.register_forward_pre_hook(partial(entering[site.shared].look_at, site.path))
-            _put(model, site.path, made)
+                made.register_forward_pre_hook(partial(gather_inputs[site.shared].check_source, site.path))
+            _replace_module(model, site.path, made)
 
 
-def _made_by_function(planned: Planned, site: Site) -> nn.Module:
+def _call_plan_function(planned: PlannedModel, site: Site) -> nn.Module:
     assert site.function is not None
     made = site.function(site.module, planned.comm)
     if made is not None and not isinstance(made, nn.Module):
-        raise TypeError(f"{NAME}: {site.path}: the plan's function returned {shown(made)}, expected a module")
+        raise TypeError(
+            f"{NAME}: {site.path}: the function in the plan returned {shown(made)}, expected a torch.nn.Module, or None"
+        )
     return made or site.module
 
 
-def _key_value(planned: Planned, site: Site, meshes: dict[int, Mesh]) -> Sharded:
-    """A layer of which several ranks share a part.
+def _key_value(planned: PlannedModel, site: Site, meshes: dict[int, Mesh]) -> Sharded:
+    """Return a layer whose heads are each shared by several ranks.
 
-    meshes  number of heads -> the ranks as a grid of heads, and of those that share one
+    meshes  number of heads -> mesh of heads and of the ranks that share one
     """
-    heads = planned.cut_heads(site) or 1
+    heads = planned.num_heads(site) or 1
     if heads not in meshes:
         meshes[heads] = Mesh(planned.comm, {"heads": heads, "shared": planned.comm.size // heads})
-    mesh, options = meshes[heads], {**_options(planned, site), "sequence_parallel": False}
+    mesh, options = meshes[heads], {**_layer_options(planned, site), "sequence_parallel": False}
     return KeyValueLinear.like(site.module, mesh["heads"], shared=mesh["shared"], **options)
 
 
-def _put(model: nn.Module, path: str, module: nn.Module) -> None:
-    """Put it in the place of the module at `path`, which may have several names."""
+def _replace_module(model: nn.Module, path: str, module: nn.Module) -> None:
+    """Replace the module at `path`, under all names that it has."""
     old = model.get_submodule(path)
     for parent in [] if module is old else list(model.modules()):
         for name, child in list(parent.named_children()):
             if child is old:
                 setattr(parent, name, module)
                 if isinstance(parent, nn.TransformerEncoderLayer):
-                    parent.activation_relu_or_gelu = 0  # no fast path, which uses weights and calls no layer
+                    parent.activation_relu_or_gelu = 0  # disables the fast path, which does not call the layers
 
 
 # ------------------------------------------------------------------------------------------------- parameters
 
 
 def tie(model: nn.Module, group: list[tuple[str, str]]) -> None:
-    """Make them one parameter again: the one that was drawn last, if they were drawn."""
+    """Tie the parameters of these modules again, to the one that was initialized last."""
     users = [(module, path, name) for path, name in group if hasattr(module := model.get_submodule(path), name)]
     parameters = [getattr(module, name) for module, _, name in users]
     kept = next((one for one in reversed(parameters) if shard_of(one) is not None), parameters[-1])
@@ -326,27 +369,27 @@ def tie(model: nn.Module, group: list[tuple[str, str]]) -> None:
         shape = getattr(module, name).shape
         if shape != kept.shape and reads(module, name):
             raise ValueError(
-                f"{NAME}: {path}.{name}, made by a function of the plan, has shape {list(shape)} on this rank, and is "
-                f"one parameter with what is cut to {list(kept.shape)}; expected a layer that has the same part of it"
+                f"{NAME}: {path}.{name}, made by a function in the plan, has shape {list(shape)} on this rank, but it "
+                f"is tied to a parameter of shape {list(kept.shape)}; make a layer with the same shard of it"
             )
         setattr(module, name, kept)
 
 
-def _pieces(model: nn.Module, path: str = "") -> Iterator[dict[str, nn.Module]]:
-    """The modules in the order of model.apply, in pieces: all of a layer of a list, since the function that draws it
-    may draw in its children once more; else each by itself."""
+def _initialization_steps(model: nn.Module, path: str = "") -> Iterator[dict[str, nn.Module]]:
+    """Yield the modules in the order of model.apply, by steps: each layer of a list is one step, since `init` of the
+    layer may initialize its submodules again; other modules are one step each."""
     for name, child in list(model.named_children()):
         below = f"{path}.{name}".lstrip(".")
         if isinstance(model, nn.ModuleList) and path:
-            yield {one: module for piece in _pieces(child, below) for one, module in piece.items()}
+            yield {one: module for step in _initialization_steps(child, below) for one, module in step.items()}
         else:
-            yield from _pieces(child, below)
+            yield from _initialization_steps(child, below)
     yield {path: model}
 
 
-def _draw(modules: Iterable[nn.Module], comm: Communicator, init: Any, buffers_by: Any) -> None:
-    """Give modules of the meta device memory, whole, and their initial values: all by `init`; without it, by
-    `buffers_by`, those that have nothing but buffers that no checkpoint has, as rotary embeddings."""
+def _initialize(modules: Iterable[nn.Module], comm: Communicator, init: Any, buffers_by: Any) -> None:
+    """Allocate full modules of the meta device and initialize them: all modules with `init`. Without it, use
+    `buffers_by` for modules that have only non-persistent buffers, such as rotary embeddings."""
     for module in modules:
         parameters = dict(module.named_parameters(recurse=False))
         buffers = dict(module.named_buffers(recurse=False))
@@ -356,30 +399,30 @@ def _draw(modules: Iterable[nn.Module], comm: Communicator, init: Any, buffers_b
             init is None and (not is_meta or parameters or buffers.keys() & module.state_dict().keys())
         ):
             continue
-        marks = {name: shard_of(one) for name, one in parameters.items()}
+        shards = {name: shard_of(one) for name, one in parameters.items()}
         if is_meta:
             module.to_empty(device=comm.device, recurse=False)
         made_by(module)
         for name, one in module.named_parameters(recurse=False):
-            if marks[name] is not None:
-                one.shard = marks[name]  # type: ignore[attr-defined]
+            if shards[name] is not None:
+                set_shard(one, shards[name])
 
 
-# ------------------------------------------------------------------------------------------------- numbers of heads
+# ------------------------------------------------------------------------------------------------- number of heads
 
 
-def divide(planned: Planned) -> None:
-    """Make attributes that count heads or columns what they are on this rank."""
+def divide(planned: PlannedModel) -> None:
+    """Divide the attributes that count heads or columns, so that they hold for this rank."""
     ranks = planned.comm.size
     for path, site in planned.sites.items():
         module: Any = site.module
         for name in site.divided:
             owner, _, last = name.rpartition(".")
-            if owner:  # an object that it shares with others, such as "config": in a copy of that
+            if owner:  # such as "config", which other modules may share: change a copy
                 setattr(module, owner, copy.copy(getattr(module, owner)))
             counts = getattr(module, owner) if owner else module
             setattr(counts, last, getattr(counts, last) // ranks)
         for child in planned.children(path):
-            heads = planned.cut_heads(child) if child.layer == "key_value" else None
+            heads = planned.num_heads(child) if child.layer == "key_value" else None
             if heads is not None and heads < ranks and hasattr(module, "num_key_value_groups"):
-                module.num_key_value_groups = planned.heads("num_attention_heads", child.path) // ranks
+                module.num_key_value_groups = planned.config_heads("num_attention_heads", child.path) // ranks

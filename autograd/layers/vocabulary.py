@@ -1,7 +1,7 @@
-"""VocabParallelEmbedding, VocabParallelHead, vocab_parallel_cross_entropy: the ends of a language model, cut in words.
+"""VocabParallelEmbedding, VocabParallelHead, vocab_parallel_cross_entropy: layers sharded over the vocabulary.
 
-N ranks, this rank r; V words, of which rank r has V_r rows: as many as the others, or one more where V is not
-divisible by N. ids and targets are numbers in the whole vocabulary, equal on all ranks.
+N is the number of ranks, r this rank. V is the size of the vocabulary, of which rank r has V_r rows; if V is not
+divisible by N, the first ranks have one more. ids and targets are indices into the full vocabulary, equal on all ranks.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ from .shards import Shard, Sharded, checked_size
 _IDS = (torch.int64, torch.int32)
 
 
-def rows_of_ranks(words: int, ranks: int) -> tuple[int, ...]:
-    each, more = divmod(words, ranks)
+def rows_of_ranks(num_rows: int, ranks: int) -> tuple[int, ...]:
+    """Return V_r of each rank."""
+    each, more = divmod(num_rows, ranks)
     return tuple(each + (rank < more) for rank in range(ranks))
 
 
 class _VocabParallel(Sharded):
-    """What the two layers share: this rank's rows of a weight [num_embeddings, embedding_dim], one a word.
+    """Base class: this rank's rows of a weight [num_embeddings, embedding_dim], one for each token of the vocabulary.
 
-    splits  rows of each rank: the first ones have one more, where they are not equal
-    first   this rank's first row
+    splits  number of rows of each rank; the first ranks have one more if V is not divisible by N
+    first   index of this rank's first row
     """
 
-    def _cut(self, num_embeddings: int, embedding_dim: int, comm: Communicator) -> None:
+    def _set_sizes(self, num_embeddings: int, embedding_dim: int, comm: Communicator) -> None:
         check_comm(type(self).__name__, comm, num_embeddings=num_embeddings, embedding_dim=embedding_dim)
         self.num_embeddings = checked_size(f"{type(self).__name__}: num_embeddings", num_embeddings)
         self.embedding_dim = checked_size(f"{type(self).__name__}: embedding_dim", embedding_dim)
@@ -51,19 +52,22 @@ class _VocabParallel(Sharded):
 
 
 class VocabParallelEmbedding(_VocabParallel):
-    """y = W[ids], with the rows of W [num_embeddings, embedding_dim] cut over the ranks.
+    """Embedding sharded over the vocabulary: y = W[ids], where each rank has V/N rows of W [V, D].
 
                          ids        y               forward           backward
     default              [s, ..]    [s, .., D]      all_reduce        -
     sequence_parallel    [s, ..]    [s/N, .., D]    reduce_scatter    all_gather(dy)
 
-    num_embeddings     V; it need not be divisible by N
-    padding_idx        row whose gradient is 0, as of nn.Embedding
-    sequence_parallel  y is cut along `seq_dim`, which N has to divide
-    reduce_dtype       type in which the sum travels; None: that of the weight
+    num_embeddings     size of the vocabulary, V; it does not have to be divisible by N
+    embedding_dim      size of each embedding, D
+    comm               communicator of the N ranks
+    padding_idx        row whose gradient is 0, as for nn.Embedding
+    sequence_parallel  True: y is sharded along `seq_dim`, whose size must be divisible by N
+    device, dtype      of the weight. Defaults: the communicator's device, torch's default dtype
+    reduce_dtype       data type in which to sum over ranks; None: that of the weight
 
-    Without sequence_parallel y is equal on all ranks, and so is its gradient. IndexError for an id outside [0, V) on
-    the CPU; on a GPU, where to look would stop it, such an id has a row of zeros.
+    Without sequence_parallel, y is equal on all ranks, and its gradient must be too. An id outside [0, V) raises
+    IndexError on the CPU. On a GPU, where a check would synchronize, it gives a row of zeros.
     """
 
     def __init__(
@@ -80,11 +84,11 @@ class VocabParallelEmbedding(_VocabParallel):
         reduce_dtype: Dtype = None,
     ) -> None:
         super().__init__()
-        self._cut(num_embeddings, embedding_dim, comm)
+        self._set_sizes(num_embeddings, embedding_dim, comm)
         padding = None if padding_idx is None else as_int(padding_idx)
         if padding_idx is not None and (padding is None or not -num_embeddings <= padding < num_embeddings):
             raise ValueError(
-                f"VocabParallelEmbedding: padding_idx is {shown(padding_idx)}, expected the number of one of the "
+                f"VocabParallelEmbedding: padding_idx is {shown(padding_idx)}, expected the index of one of the "
                 f"{num_embeddings} rows, or None"
             )
         self.padding_idx = None if padding is None else int(padding % num_embeddings)
@@ -95,27 +99,29 @@ class VocabParallelEmbedding(_VocabParallel):
     def like(
         cls, embedding: nn.Embedding, comm: Communicator, sequence_parallel: bool = False, **options: Any
     ) -> VocabParallelEmbedding:
-        """A layer for an nn.Embedding, of which it has nothing yet: on the meta device."""
+        """Return a layer of the sizes of an nn.Embedding, on the meta device."""
         for name in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(embedding, name):
                 raise ValueError(
-                    f"from_embedding: the embedding has {name}={getattr(embedding, name)!r}, which a cut "
-                    "one cannot have"
+                    f"VocabParallelEmbedding.from_embedding: the embedding has {name}={getattr(embedding, name)!r}, "
+                    "which a sharded embedding does not support; make it without"
                 )
-        words, width = embedding.weight.shape
+        num_embeddings, width = embedding.weight.shape
         padding, dtype = embedding.padding_idx, embedding.weight.dtype
-        return cls(words, width, comm, padding, sequence_parallel, "meta", dtype, **options)
+        return cls(num_embeddings, width, comm, padding, sequence_parallel, "meta", dtype, **options)
 
     @classmethod
     def from_embedding(
         cls, embedding: nn.Embedding, comm: Communicator, sequence_parallel: bool = False, **options: Any
     ) -> VocabParallelEmbedding:
-        """This rank's part of an nn.Embedding, which is equal on all ranks. options: seq_dim, reduce_dtype. ValueError
-        for max_norm, scale_grad_by_freq and sparse, which look at whole rows of the gradient or the weight."""
+        """Return a layer with this rank's shard of an nn.Embedding, which must be equal on all ranks.
+
+        options: seq_dim, reduce_dtype. ValueError if the embedding has max_norm, scale_grad_by_freq or sparse, which a
+        sharded one does not support."""
         return cls.like(embedding, comm, sequence_parallel, **options).take(embedding)
 
     def reset_parameters(self) -> None:
-        """Draw as nn.Embedding does."""
+        """Initialize the weight as nn.Embedding does."""
         weight = self.weight.detach().new_empty(self.num_embeddings, self.embedding_dim).normal_()
         if self.padding_idx is not None:
             weight[self.padding_idx].zero_()
@@ -123,12 +129,12 @@ class VocabParallelEmbedding(_VocabParallel):
 
     def forward(self, ids: Tensor) -> Tensor:
         _check_ids("VocabParallelEmbedding: ids", ids, self.num_embeddings)
-        own, local = _local(ids, self.first, len(self.weight))
+        is_local, local = _local(ids, self.first, len(self.weight))
         if len(self.weight):
             padding = -1 if self.padding_idx is None else self.padding_idx - self.first
             rows = F.embedding(local, self.weight, padding if 0 <= padding < len(self.weight) else None)
-            rows = rows.masked_fill(~own.unsqueeze(-1), 0)
-        else:  # yet part of the graph: the others wait for this rank's backward pass
+            rows = rows.masked_fill(~is_local.unsqueeze(-1), 0)
+        else:  # depends on the weight all the same, so that this rank takes part in the backward pass
             rows = self.weight.new_zeros(*ids.shape, self.embedding_dim) + self.weight.sum()
         if not self.sequence_parallel:
             y: Tensor = all_reduce(rows, self.comm, grad="replicated", reduce_dtype=self.reduce_dtype)
@@ -146,13 +152,18 @@ class VocabParallelEmbedding(_VocabParallel):
 
 
 class VocabParallelHead(_VocabParallel):
-    """y = x @ W.T + b, with the rows of W [num_embeddings, embedding_dim], one a word, cut over the ranks.
+    """Output layer sharded over the vocabulary: y_r = x @ W_r.T + b_r, where each rank has V/N rows of W [V, D].
 
-    x [.., D], equal on all ranks, and so is its gradient (an all_reduce). V need not be divisible by N, so that W may
-    be the weight of a `VocabParallelEmbedding`.
+    x is [.., D], equal on all ranks; so is its gradient, which the backward pass sums with an all_reduce. V does not
+    have to be divisible by N, so W can be tied to the weight of a `VocabParallelEmbedding`.
 
-    gather_output  True: y is [.., V] on every rank, and so is its gradient, equal. False: [.., V_r], for
-                   `vocab_parallel_cross_entropy(..., splits=head.splits)`
+    embedding_dim   size of the input features, D
+    num_embeddings  size of the vocabulary, V
+    comm            communicator of the N ranks
+    bias            whether to add a bias. Default: False
+    device, dtype   of the parameters. Defaults: the communicator's device, torch's default dtype
+    gather_output   True: y is [.., V] on every rank, and its gradient must be equal on all ranks. False: y is
+                    [.., V_r], for `vocab_parallel_cross_entropy(..., splits=head.splits)`
     """
 
     def __init__(
@@ -167,39 +178,42 @@ class VocabParallelHead(_VocabParallel):
         gather_output: bool = False,
     ) -> None:
         super().__init__()
-        self._cut(num_embeddings, embedding_dim, comm)
+        self._set_sizes(num_embeddings, embedding_dim, comm)
         self.gather_output = gather_output
         self._make_parameters(bias, device, dtype)
 
     @classmethod
     def like(cls, linear: nn.Linear, comm: Communicator, *, gather_output: bool = False) -> VocabParallelHead:
-        """A layer for an nn.Linear, of which it has nothing yet: on the meta device."""
+        """Return a layer of the sizes of an nn.Linear, on the meta device."""
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"VocabParallelHead.from_linear: linear is {shown(linear)}, expected a torch.nn.Linear")
         weight = linear.weight
-        words, width = weight.shape
-        return cls(width, words, comm, linear.bias is not None, "meta", weight.dtype, gather_output=gather_output)
+        num_embeddings, width = weight.shape
+        has_bias, dtype = linear.bias is not None, weight.dtype
+        return cls(width, num_embeddings, comm, has_bias, "meta", dtype, gather_output=gather_output)
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, comm: Communicator, *, gather_output: bool = False) -> VocabParallelHead:
-        """This rank's part of an nn.Linear, which is equal on all ranks."""
+        """Return a layer with this rank's shard of an nn.Linear, which must be equal on all ranks."""
         return cls.like(linear, comm, gather_output=gather_output).take(linear)
 
     def shards(self) -> dict[str, Shard]:
         return {**super().shards(), "bias": Shard(self.comm, 0, (self.num_embeddings,), self.splits)}
 
     def reset_parameters(self) -> None:
-        """Draw as nn.Linear does."""
+        """Initialize the parameters as nn.Linear does."""
         self._draw_as_linear(self.embedding_dim)
 
     def forward(self, x: Tensor) -> Tensor:
         if not isinstance(x, Tensor) or x.dim() == 0 or x.shape[-1] != self.embedding_dim:
-            raise ValueError(f"VocabParallelHead: x is {_kind(x)}, expected a last dimension of {self.embedding_dim}")
+            raise ValueError(
+                f"VocabParallelHead: x is {_describe(x)}, expected a last dimension of {self.embedding_dim}"
+            )
         y = F.linear(copy(x, self.comm), self.weight, self.bias)
         if not self.gather_output:
             return y
-        whole: Tensor = all_gather(y, self.comm, -1, grad="replicated", splits=self.splits)
-        return whole
+        full: Tensor = all_gather(y, self.comm, -1, grad="replicated", splits=self.splits)
+        return full
 
     def extra_repr(self) -> str:
         return (
@@ -220,18 +234,20 @@ def vocab_parallel_cross_entropy(
     reduction: Literal["mean", "sum", "none"] = "mean",
     splits: Sequence[int] | None = None,
 ) -> Tensor:
-    """F.cross_entropy of logits whose last dimension, the vocabulary, is cut over the ranks. No rank sees all of them.
+    """Compute F.cross_entropy of logits that are sharded over the vocabulary, without gathering them.
 
-    logits           [.., V_r], this rank's columns    target  [..], int64 or int32, equal on all ranks
-    ignore_index     targets that do not count
-    label_smoothing  0.0 to 1.0: this share of the target is spread over the whole vocabulary
-    z_loss           its weight: z_loss * log(sum exp(logits))^2 is added for each target that counts
-    reduction        "mean" over the targets that count, "sum", "none"
-    splits           V_r of each rank; None: equal on all of them. `VocabParallelEmbedding.splits` of a tied weight
+    logits           [.., V_r], this rank's shard
+    target           [..], int64 or int32 indices into the full vocabulary, equal on all ranks
+    comm             communicator of the N ranks
+    ignore_index     target value that does not contribute to the loss
+    label_smoothing  0.0 to 1.0: share of the target that is spread over the full vocabulary
+    z_loss           weight of the z-loss: adds z_loss * log(sum exp(logits))^2 for each target that is not ignored
+    reduction        "mean" over the targets that are not ignored, "sum" or "none"
+    splits           V_r of each rank, such as `VocabParallelHead.splits`; None: equal on all ranks
 
-    The loss, in float32 for half precision, is equal on all ranks, and so has its gradient to be: call backward() on
-    every rank. Two collectives forwards (a maximum, one sum of 2 or 3 numbers a target), none backwards. Source:
-    Megatron-LM, arXiv:1909.08053, section 3.
+    Returns the loss, equal on all ranks; in float32 if the logits are half precision. Its gradient must be equal too:
+    call backward() on every rank. The forward pass has two all_reduces (a maximum, and a sum of 2 or 3 numbers per
+    target), the backward pass none. Source: Megatron-LM, arXiv:1909.08053, section 3.
     """
     name = "vocab_parallel_cross_entropy"
     splits = _check_loss(name, logits, target, comm, label_smoothing, reduction, splits)
@@ -241,14 +257,14 @@ def vocab_parallel_cross_entropy(
     _check_ids(f"{name}: target", target, size, ignore_index)
 
     x = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
-    least = x.new_full(x.shape[:-1], -math.inf)
-    peak = all_reduce(x.detach().amax(-1) if columns else least, comm, "max", grad="replicated")
+    lowest = x.new_full(x.shape[:-1], -math.inf)
+    peak = all_reduce(x.detach().amax(-1) if columns else lowest, comm, "max", grad="replicated")
     shifted = x - peak.unsqueeze(-1)
-    own, local = _local(target, first, columns)
+    is_local, local = _local(target, first, columns)
     picked = shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1) if columns else shifted.sum(-1)
-    parts = [shifted.exp().sum(-1), picked.masked_fill(~own, 0)]
-    parts += [shifted.sum(-1)] if label_smoothing else []
-    sums = all_reduce(torch.stack(parts), comm, grad="replicated")
+    terms = [shifted.exp().sum(-1), picked.masked_fill(~is_local, 0)]
+    terms += [shifted.sum(-1)] if label_smoothing else []
+    sums = all_reduce(torch.stack(terms), comm, grad="replicated")
     log_sum = sums[0].log()
     loss = log_sum - sums[1]
     if label_smoothing:
@@ -271,20 +287,20 @@ def _check_loss(
     reduction: str,
     splits: Sequence[int] | None,
 ) -> Sequence[int] | None:
-    """`splits`, of which each rank has its own number of columns."""
+    """Check the arguments, and return `splits` as a checked sequence, or None."""
     check_comm(name, comm, logits=logits, target=target)
     splits = check_splits(name, splits, comm)
     if not isinstance(logits, Tensor) or not logits.is_floating_point() or logits.dim() == 0:
-        raise TypeError(f"{name}: logits is {_kind(logits)}, expected a floating-point tensor [.., V_r]")
+        raise TypeError(f"{name}: logits is {_describe(logits)}, expected a floating-point tensor [.., V_r]")
     columns = logits.shape[-1]
     if splits is not None and columns != splits[comm.rank]:
         raise ValueError(
-            f"{name}: logits has {columns} columns, expected {splits[comm.rank]}, rank {comm.rank}'s of splits={splits}"
+            f"{name}: logits has {columns} columns, expected {splits[comm.rank]} on rank {comm.rank} (splits={splits})"
         )
     if isinstance(target, Tensor) and target.shape != logits.shape[:-1]:
         raise ValueError(
             f"{name}: target has shape {list(target.shape)}, expected {list(logits.shape[:-1])}, that of logits "
-            f"{list(logits.shape)} but for the vocabulary"
+            f"{list(logits.shape)} without the vocabulary"
         )
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"{name}: label_smoothing is {shown(label_smoothing)}, expected 0.0 to 1.0")
@@ -294,22 +310,22 @@ def _check_loss(
 
 
 def _local(ids: Tensor, first: int, rows: int) -> tuple[Tensor, Tensor]:
-    """(which ids are of these rows, their numbers there; 0 for the others)."""
-    own = (ids >= first) & (ids < first + rows)
-    return own, torch.where(own, ids - first, 0).long()
+    """Return (whether each id is one of these rows, its index among them; 0 for the others)."""
+    is_local = (ids >= first) & (ids < first + rows)
+    return is_local, torch.where(is_local, ids - first, 0).long()
 
 
-def _check_ids(what: str, ids: Tensor, size: int, besides: int | None = None) -> None:
+def _check_ids(what: str, ids: Tensor, size: int, ignore_index: int | None = None) -> None:
     if not isinstance(ids, Tensor) or ids.dtype not in _IDS:
-        raise TypeError(f"{what} is {_kind(ids)}, expected a tensor of int64 or int32")
+        raise TypeError(f"{what} is {_describe(ids)}, expected a tensor of int64 or int32")
     if ids.device.type != "cpu" or not ids.numel() or torch.compiler.is_compiling():
         return
     wrong = (ids < 0) | (ids >= size)
-    if besides is not None:
-        wrong &= ids != besides
+    if ignore_index is not None:
+        wrong &= ids != ignore_index
     if wrong.any():
-        raise IndexError(f"{what} has {int(ids[wrong][0])}, expected 0 to {size - 1}: the vocabulary has {size} words")
+        raise IndexError(f"{what} has {int(ids[wrong][0])}, expected 0 to {size - 1}: the vocabulary has {size} rows")
 
 
-def _kind(value: Any) -> str:
+def _describe(value: Any) -> str:
     return f"a tensor of {value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else shown(value)

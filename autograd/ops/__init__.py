@@ -1,29 +1,37 @@
-"""The differentiable collectives, a file a family: function, Function with its adjoint, and how it travels.
+"""The differentiable collectives. Each file holds one family: the functions, and the autograd Functions behind them.
 
-Notation: N ranks, this rank r; x_q, y_q, g_q are rank q's input, output and cotangent. Two conventions of gradient:
+Notation: N ranks, this rank is r; x_q, y_q and g_q are the input, output and cotangent of rank q. "Slice r" of a
+dimension is this rank's slice of it. Two conventions of gradient, chosen by `grad=`:
 
-grad="sum"         each rank goes on with work of its own on the output: its cotangent is a part of the whole one, and
-                   differs from the others'. The true adjoint.
-grad="replicated"  every rank goes on alike with the output: the cotangents are equal on all ranks, each is the whole.
+grad="sum"         The ranks do different computations on the output. Each rank's cotangent is one term of the full
+                   cotangent, and the backward pass sums the terms over ranks. This is the exact adjoint.
+grad="replicated"  Every rank does the same computation on the output. The cotangents are equal on all ranks, and each
+                   is the full cotangent, so the backward pass does not sum.
 
-`grad=` has no default where it matters: the wrong one is a factor of N, or worse (docs/conventions.md). Inputs and
-cotangents are never changed, and may be non-contiguous, of stride 0, of size 0, or 0-dimensional. Every output is a
-tensor of its own, also on one rank: it is no view, shares no memory with the input, and may be changed in place.
+`grad=` has no default because a wrong choice scales gradients by N or worse (docs/conventions.md).
 
-Every rank must run the backward pass of every call, in the same order: the adjoints communicate too. Therefore an
-output has a gradient function on every rank, also where the input needs no gradient (use torch.no_grad() for data and
-metrics); pass outputs that a rank does not use to `anchor`. torch.autograd.grad(loss, inputs) enters only what leads to
-those inputs, so ask on every rank for inputs behind the same calls. Under torch.compile no node is added: there,
-requires_grad must be the same on all ranks.
+Inputs and cotangents are never modified. They may be non-contiguous, expanded (stride 0), empty, or 0-dimensional.
+Every output is a new tensor, also on one rank: it shares no memory with the input and may be modified in place.
 
-`reduce_dtype` is the type in which a sum travels and is computed (torch.float32 for a bfloat16 tensor, say); the result
-has the input's type. `splits` are the sizes of all ranks' slices along `dim`, the same list on every rank; None: equal.
-Errors are ValueError / TypeError, raised before anything is launched.
+Every rank must run the backward pass of every call, in the same order, because the adjoints communicate too. For this
+reason an output has a grad_fn on every rank, even if the input does not require grad (use torch.no_grad() for data and
+metrics). If a rank does not use an output, pass it to `anchor`. torch.autograd.grad(loss, inputs) runs only the nodes
+that lead to `inputs`, so pass inputs behind the same calls on every rank. Under torch.compile no grad_fn is added:
+there, requires_grad must be the same on all ranks.
 
-all_reduce, all_gather and reduce_scatter also take a list or tuple of tensors, of any shapes and types, and return the
-list of their outputs: as one NCCL group, backwards too. The other arguments hold for each of the tensors; all ranks
-pass as many. An output that is not used has a cotangent of zeros. max, min and prod go one by one, as does everything
-under torch.compile.
+Arguments that several functions share:
 
-`ad.AllReduce`, `ad.ReduceScatter`, ... are the autograd Functions; `start` (work.py) takes these functions.
+splits        sizes of all ranks' slices along `dim`, the same list on every rank; None: equal sizes
+reduce_dtype  dtype in which a sum is communicated and computed, e.g. torch.float32 for a bfloat16 tensor; the result
+              has the dtype of the input. None: the dtype of the input. Collectives that only copy accept every dtype
+
+Wrong arguments raise ValueError or TypeError before anything is launched.
+
+all_reduce, all_gather and reduce_scatter also take a list or tuple of tensors, of any shapes and dtypes, and return the
+list of their outputs. The forward pass is one NCCL group, and so is the backward pass. The other arguments apply to
+every tensor. All ranks pass lists of the same length. An output that is not used gets a cotangent of zeros. max, min
+and prod run one tensor at a time, and so does everything under torch.compile.
+
+`ad.AllReduce`, `ad.ReduceScatter`, ... are the autograd Functions. `ad.start` (work.py) runs these functions
+asynchronously.
 """

@@ -1,4 +1,4 @@
-"""all_gather, reduce_scatter, split: all_gather is adjoint to reduce_scatter under "sum", to split under "replicated".
+"""all_gather, reduce_scatter, split. The adjoint of all_gather is reduce_scatter under "sum", split under "replicated".
 
 Notation: see ops/__init__.py.
 """
@@ -15,19 +15,19 @@ from pynccl import Communicator
 from ..arguments import (
     Grad,
     Op,
-    asks_for_grad,
     check_call,
-    check_cut,
     check_dim,
     check_grad,
     check_op,
-    check_own,
+    check_own_split,
     check_reduce_dtype,
     check_reduction,
     check_splits,
+    check_splittable,
+    require_grad_keyword,
 )
-from ..collective import Call, Collective, mean, operation
-from ..wire import Dtype, Prepared, Splits, counts, local, own, recv_buffer, resized, to_wire
+from ..collective import Collective, CollectiveCall, divide_if_avg, operation
+from ..wire import Dtype, Prepared, Splits, contiguous_copy, counts, local_result, recv_buffer, resized_shape, to_wire
 from .coalesced import Tensors, operation_of_lists
 
 
@@ -40,17 +40,25 @@ def all_gather(
     x: Tensors, comm: Communicator, dim: int = 0, *, grad: Grad, splits: Splits = None, reduce_dtype: Dtype = None
 ) -> list[Tensor]: ...
 @operation_of_lists
-@asks_for_grad
+@require_grad_keyword
 def all_gather(
     x: Tensor, comm: Communicator, dim: int = 0, *, grad: Grad, splits: Splits = None, reduce_dtype: Dtype = None
 ) -> Any:
-    """y = concat_q x_q along `dim` on every rank.  [.., s, ..] -> [.., N*s, ..]; a 0-d x gives [N].  See `AllGather`.
+    """Concatenate the tensors of all ranks along `dim`, on every rank.
 
-    grad          what every rank does with y: "replicated" if all go on alike, so that the gradients of y are equal on
-                  all ranks, and that of x is this rank's slice; "sum" if each goes on with work of its own, such as its
-                  columns of a matmul, so that it is the slice of their sum
-    splits        size along `dim` of each rank's part, where they are not equal
-    reduce_dtype  type of the sum in the backward reduce-scatter
+    forward    x [.., s, ..] -> y [.., N*s, ..]     y = concat_q x_q; a 0-d x gives y [N]
+    backward   g [.., N*s, ..] -> [.., s, ..]       "sum": reduce_scatter(g)    "replicated": g[slice r]
+
+    x             a tensor, or a list or tuple of tensors (one NCCL group); a list returns a list
+    comm          communicator of the ranks that take part
+    dim           dimension to concatenate along
+    grad          "replicated" if every rank does the same computation on y;
+                  "sum" if ranks do different computations on y, e.g. each multiplies it by its own columns of a weight
+    splits        size along `dim` of each rank's tensor, the same list on every rank; None: equal sizes
+    reduce_dtype  dtype of the sum in the backward reduce-scatter; None: that of x
+
+    ValueError or TypeError for wrong arguments, before anything is launched. Every rank must call it and run its
+    backward pass. Notation: help(pynccl_autograd.ops).
     """
     check_call("all_gather", x, comm)
     check_grad("all_gather", grad)
@@ -60,12 +68,12 @@ def all_gather(
     dim = check_dim("all_gather", x, dim)
     splits = check_splits("all_gather", splits, comm)
     if splits is not None:
-        check_own("all_gather", x, dim, splits, comm, "splits")
-    return comm, Call(AllGather, x, (dim, grad, splits, reduce_dtype))
+        check_own_split("all_gather", x, dim, splits, comm, "splits")
+    return comm, CollectiveCall(AllGather, x, (dim, grad, splits, reduce_dtype))
 
 
 class AllGather(Collective):
-    """All ranks' tensors, concatenated along dimension `dim`, on every rank.
+    """Concatenate the tensors of all ranks along `dim`, on every rank. The Function behind `all_gather`.
 
     forward    x [.., s, ..] -> y [.., N*s, ..]     y = concat_q x_q
     backward   g [.., N*s, ..] -> [.., s, ..]       "sum": reduce_scatter(g)    "replicated": g[slice r]
@@ -73,22 +81,22 @@ class AllGather(Collective):
 
     name = "all_gather"
     schema = "int dim, str grad, SymInt[]? splits, ScalarType? reduce_dtype"
-    dims_at = (0,)
-    grad_at = 1
+    dim_indices = (0,)
+    grad_index = 1
 
     @staticmethod
     def adjoint(
         g: Tensor, comm: Communicator, shape: torch.Size, dim: int, grad: str, splits: Splits, reduce_dtype: Dtype
-    ) -> Call:
+    ) -> CollectiveCall:
         if grad == "sum":
-            return Call(ReduceScatter, g, (dim, "sum", splits, reduce_dtype))
-        return Call(Split, g, (dim, splits))
+            return CollectiveCall(ReduceScatter, g, (dim, "sum", splits, reduce_dtype))
+        return CollectiveCall(Split, g, (dim, splits))
 
     @staticmethod
     def prepare(x: Tensor, comm: Communicator, dim: int, grad: str, splits: Splits, reduce_dtype: Dtype) -> Prepared:
         send = to_wire(x.movedim(dim, 0))
         rows = x.shape[dim] * comm.size if splits is None else sum(splits)
-        recv, result = recv_buffer(x, resized(x, dim, rows), dim)
+        recv, result = recv_buffer(x, resized_shape(x, dim, rows), dim)
 
         def launch(stream: Any) -> None:
             if splits is None:
@@ -111,17 +119,31 @@ def reduce_scatter(
 def reduce_scatter(
     x: Tensor, comm: Communicator, dim: int = 0, op: Op = "sum", *, splits: Splits = None, reduce_dtype: Dtype = None
 ) -> Any:
-    """y_r = (sum_q x_q)[slice r of `dim`] ("avg": / N).  [.., N*s, ..] -> [.., s, ..].  See `ReduceScatter`."""
+    """Sum x over all ranks and return this rank's slice of the sum along `dim`.
+
+    forward    x [.., N*s, ..] -> y [.., s, ..]     y_r = (sum_q x_q)[slice r]      "avg": / N
+    backward   g [.., s, ..] -> [.., N*s, ..]       all_gather(g)                   "avg": / N
+
+    x             a tensor, or a list or tuple of tensors (one NCCL group); a list returns a list
+    comm          communicator of the ranks that take part
+    dim           dimension to split; its size must be divisible by N, unless `splits` is given
+    op            "sum" or "avg"
+    splits        size along `dim` of each rank's slice, the same list on every rank; None: equal sizes
+    reduce_dtype  dtype in which the sum is communicated and computed; None: that of x
+
+    ValueError or TypeError for wrong arguments, before anything is launched. Every rank must call it and run its
+    backward pass. Notation: help(pynccl_autograd.ops).
+    """
     check_call("reduce_scatter", x, comm)
     op = check_op("reduce_scatter", op)
     reduce_dtype = check_reduction("reduce_scatter", x, op, reduce_dtype)
     dim = check_dim("reduce_scatter", x, dim)
-    splits = check_cut("reduce_scatter", x, dim, splits, comm)
-    return comm, Call(ReduceScatter, x, (dim, op, splits, reduce_dtype))
+    splits = check_splittable("reduce_scatter", x, dim, splits, comm)
+    return comm, CollectiveCall(ReduceScatter, x, (dim, op, splits, reduce_dtype))
 
 
 class ReduceScatter(Collective):
-    """Sum (or mean) over ranks, of which rank r keeps slice r of dimension `dim`.
+    """Sum (or average) over ranks; rank r keeps slice r along `dim`. The Function behind `reduce_scatter`.
 
     forward    x [.., N*s, ..] -> y [.., s, ..]     y_r = (sum_q x_q)[slice r]      avg: / N
     backward   g [.., s, ..] -> [.., N*s, ..]       all_gather(g)                   avg: / N
@@ -129,19 +151,19 @@ class ReduceScatter(Collective):
 
     name = "reduce_scatter"
     schema = "int dim, str op, SymInt[]? splits, ScalarType? reduce_dtype"
-    dims_at = (0,)
+    dim_indices = (0,)
 
     @staticmethod
     def adjoint(
         g: Tensor, comm: Communicator, shape: torch.Size, dim: int, op: str, splits: Splits, reduce_dtype: Dtype
-    ) -> Call:
-        return Call(AllGather, mean(g, op, comm), (dim, "sum", splits, reduce_dtype))
+    ) -> CollectiveCall:
+        return CollectiveCall(AllGather, divide_if_avg(g, op, comm), (dim, "sum", splits, reduce_dtype))
 
     @staticmethod
     def prepare(x: Tensor, comm: Communicator, dim: int, op: Op, splits: Splits, reduce_dtype: Dtype) -> Prepared:
         send = to_wire(x.movedim(dim, 0), reduce_dtype)
         rows = x.shape[dim] // comm.size if splits is None else splits[comm.rank]
-        recv, result = recv_buffer(x, resized(x, dim, rows), dim, reduce_dtype)
+        recv, result = recv_buffer(x, resized_shape(x, dim, rows), dim, reduce_dtype)
 
         def launch(stream: Any) -> None:
             if splits is None:
@@ -155,15 +177,27 @@ class ReduceScatter(Collective):
 
 @operation
 def split(x: Tensor, comm: Communicator, dim: int = 0, *, splits: Splits = None) -> Any:
-    """y_r = x[slice r of `dim`] of a replicated x; gradients gathered.  [.., N*s, ..] -> [.., s, ..].  See `Split`."""
+    """Return this rank's slice of a replicated x along `dim`. The backward pass gathers the gradients.
+
+    forward    x [.., N*s, ..] -> y [.., s, ..]     y_r = x[slice r]; nothing is communicated
+    backward   g [.., s, ..] -> [.., N*s, ..]       all_gather(g)
+
+    x       a tensor that is equal on all ranks
+    comm    communicator of the ranks that take part
+    dim     dimension to split; its size must be divisible by N, unless `splits` is given
+    splits  size along `dim` of each rank's slice, the same list on every rank; None: equal sizes
+
+    ValueError or TypeError for wrong arguments. Every rank must call it and run its backward pass. Notation:
+    help(pynccl_autograd.ops).
+    """
     check_call("split", x, comm)
     dim = check_dim("split", x, dim)
-    splits = check_cut("split", x, dim, splits, comm)
-    return comm, Call(Split, x, (dim, splits))
+    splits = check_splittable("split", x, dim, splits, comm)
+    return comm, CollectiveCall(Split, x, (dim, splits))
 
 
 class Split(Collective):
-    """Rank r's slice of a replicated tensor.
+    """Slice r of a replicated tensor, on rank r. The Function behind `split`.
 
     forward    x [.., N*s, ..] -> y [.., s, ..]     y_r = x[slice r]
     backward   g [.., s, ..] -> [.., N*s, ..]       all_gather(g)
@@ -171,15 +205,15 @@ class Split(Collective):
 
     name = "split"
     schema = "int dim, SymInt[]? splits"
-    dims_at = (0,)
+    dim_indices = (0,)
     communicates = False
 
     @staticmethod
-    def adjoint(g: Tensor, comm: Communicator, shape: torch.Size, dim: int, splits: Splits) -> Call:
-        return Call(AllGather, g, (dim, "replicated", splits, None))
+    def adjoint(g: Tensor, comm: Communicator, shape: torch.Size, dim: int, splits: Splits) -> CollectiveCall:
+        return CollectiveCall(AllGather, g, (dim, "replicated", splits, None))
 
     @staticmethod
     def prepare(x: Tensor, comm: Communicator, dim: int, splits: Splits) -> Prepared:
         rows = [x.shape[dim] // comm.size] * comm.size if splits is None else list(splits)
         part = x.narrow(dim, sum(rows[: comm.rank]), rows[comm.rank])
-        return local(lambda: own(part))
+        return local_result(lambda: contiguous_copy(part))

@@ -1,6 +1,6 @@
-"""all_reduce, copy: under "sum" all_reduce is adjoint to itself, under "replicated" to copy.
+"""all_reduce, copy. The adjoint of all_reduce is itself under "sum", copy under "replicated".
 
-all_reduce of max, min and prod goes on in extremes.py. Notation: see ops/__init__.py.
+extremes.py implements all_reduce with max, min and prod. Notation: see ops/__init__.py.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from pynccl import Communicator
 from ..arguments import (
     AnyOp,
     Grad,
-    asks_for_grad,
     check_call,
     check_grad,
     check_op,
     check_reduce_dtype,
     check_reduction,
+    require_grad_keyword,
 )
-from ..collective import Call, Collective, mean, operation, run
-from ..wire import Dtype, Prepared, local, own, recv_buffer_like, to_wire
+from ..collective import Collective, CollectiveCall, divide_if_avg, operation, run
+from ..wire import Dtype, Prepared, contiguous_copy, local_result, recv_buffer_like, to_wire
 from .coalesced import Tensors, operation_of_lists
 
 
 class PreMul(NamedTuple):
-    """The operator sum_q scale_q * x_q of `all_reduce`; each rank may give its own scale.
+    """The operator sum_q scale_q * x_q of `all_reduce`. Each rank may pass a different scale.
 
-    scale  a number, or a tensor that broadcasts against x, which then gets its gradient too
+    scale  a number, or a tensor that broadcasts to the shape of x; a tensor that requires grad gets a gradient
     """
 
     scale: complex | Tensor
 
 
-# The operators that are not linear, and what makes their calls of (x, op, grad, reduce_dtype). Their derivatives are
-# made of all_reduce, so extremes.py stands above this file and adds them.
-NONLINEAR: dict[str, Callable[[Tensor, str, str, Dtype], Call]] = {}
+# Nonlinear operators -> (x, op, grad, reduce_dtype) -> the call. extremes.py imports this file, because the derivatives
+# of these operators use all_reduce, and adds its operators here.
+NONLINEAR: dict[str, Callable[[Tensor, str, str, Dtype], CollectiveCall]] = {}
 
 
 @overload
@@ -51,7 +51,7 @@ def all_reduce(
     x: Tensors, comm: Communicator, op: AnyOp | PreMul = "sum", *, grad: Grad, reduce_dtype: Dtype = None
 ) -> list[Tensor]: ...
 @operation_of_lists
-@asks_for_grad
+@require_grad_keyword
 def all_reduce(
     x: Tensor,
     comm: Communicator,
@@ -60,16 +60,25 @@ def all_reduce(
     grad: Grad,
     reduce_dtype: Dtype = None,
 ) -> Any:
-    """y_r = sum_q x_q on every rank.  [..] -> [..], a new tensor also on one rank; a list of tensors -> a list.
+    """Sum x over all ranks (or reduce it with another operator), on every rank.
 
-    op    "sum", "avg" (/ N; of integers towards zero), "max", "min", "prod", or PreMul(scale): sum_q scale_q * x_q
-    grad  what every rank does with y: "replicated" if all go on alike, so that the gradients of y are equal on all
-          ranks, and that of x is one of them; "sum" if each goes on with work of its own, so that it is their sum
+    forward    x [..] -> y [..]     y_r = sum_q x_q                             "avg": / N
+    backward   g [..] -> [..]       "sum": all_reduce(g)    "replicated": g     "avg": / N
+               For the derivatives of "max" and "min" see `Extremum`; for "prod" see `Product`.
 
-    bool has "max" (logical or) and "min" (logical and). Integers and floats that NCCL cannot reduce (int16, float8
-    variants) need reduce_dtype=; the functions that only copy take every type.
+    x             a tensor, or a list or tuple of tensors (one NCCL group); a list returns a list
+    comm          communicator of the ranks that take part
+    op            "sum", "avg" (rounds integers towards zero), "max", "min", "prod" or PreMul(scale), the sum of
+                  scale_q * x_q
+    grad          "replicated" if every rank does the same computation on y;
+                  "sum" if ranks do different computations on y
+    reduce_dtype  dtype in which the sum is communicated and computed; None: that of x
 
-    See `AllReduce`, `Extremum`, `Product`.
+    bool supports "max" (logical or) and "min" (logical and) only. The dtypes that NCCL cannot reduce (int16, some
+    float8 variants) need reduce_dtype=.
+
+    ValueError or TypeError for wrong arguments, before anything is launched. Every rank must call it and run its
+    backward pass. Notation: help(pynccl_autograd.ops).
     """
     check_call("all_reduce", x, comm)
     check_grad("all_reduce", grad)
@@ -80,11 +89,11 @@ def all_reduce(
     reduce_dtype = check_reduction("all_reduce", x, name, reduce_dtype)
     if name in NONLINEAR:
         return comm, NONLINEAR[name](x, name, grad, reduce_dtype)
-    return comm, Call(AllReduce, x, (name, grad, reduce_dtype))
+    return comm, CollectiveCall(AllReduce, x, (name, grad, reduce_dtype))
 
 
 class AllReduce(Collective):
-    """Sum (or mean) over ranks, on every rank.
+    """Sum (or average) over ranks, on every rank. The Function behind `all_reduce`.
 
     forward    x [..] -> y [..]     y_r = sum_q x_q                 avg: / N
     backward   g [..] -> [..]       "sum": all_reduce(g)            avg: / N
@@ -93,13 +102,15 @@ class AllReduce(Collective):
 
     name = "all_reduce"
     schema = "str op, str grad, ScalarType? reduce_dtype"
-    grad_at = 1
+    grad_index = 1
 
     @staticmethod
-    def adjoint(g: Tensor, comm: Communicator, shape: torch.Size, op: str, grad: str, reduce_dtype: Dtype) -> Call:
+    def adjoint(
+        g: Tensor, comm: Communicator, shape: torch.Size, op: str, grad: str, reduce_dtype: Dtype
+    ) -> CollectiveCall:
         if grad == "sum":
-            return Call(AllReduce, g, (op, "sum", reduce_dtype))
-        return Call(CopyView, mean(g, op, comm), (reduce_dtype,))
+            return CollectiveCall(AllReduce, g, (op, "sum", reduce_dtype))
+        return CollectiveCall(CopyView, divide_if_avg(g, op, comm), (reduce_dtype,))
 
     @staticmethod
     def prepare(x: Tensor, comm: Communicator, op: AnyOp, grad: str, reduce_dtype: Dtype) -> Prepared:
@@ -110,16 +121,29 @@ class AllReduce(Collective):
 
 @operation
 def copy(x: Tensor, comm: Communicator, *, reduce_dtype: Dtype = None) -> Any:
-    """y = x in memory of its own; gradients are summed over ranks.  For a replicated x that meets other work on each
-    rank.  See `Copy`."""
+    """Return a copy of a replicated x. The backward pass sums the gradients over ranks.
+
+    Call it before the ranks do different computations on x, e.g. before each multiplies it by its own columns of a
+    weight.
+
+    forward    x [..] -> y [..]     y_r = x, in new memory; nothing is communicated
+    backward   g [..] -> [..]       all_reduce(g)
+
+    x             a tensor that is equal on all ranks
+    comm          communicator of the ranks that take part
+    reduce_dtype  dtype of the sum in the backward all-reduce; None: that of x
+
+    TypeError for wrong arguments. Every rank must call it and run its backward pass. Notation:
+    help(pynccl_autograd.ops).
+    """
     check_call("copy", x, comm)
-    return comm, Call(Copy, x, (check_reduce_dtype("copy", x, reduce_dtype),))
+    return comm, CollectiveCall(Copy, x, (check_reduce_dtype("copy", x, reduce_dtype),))
 
 
 class Copy(Collective):
-    """A replicated tensor enters a region in which the ranks' work differs.
+    """Copy a replicated tensor that the ranks then use differently. The Function behind `copy`.
 
-    forward    x [..] -> y [..]     y_r = x, in memory of its own
+    forward    x [..] -> y [..]     y_r = x, in new memory
     backward   g [..] -> [..]       all_reduce(g)
     """
 
@@ -128,44 +152,44 @@ class Copy(Collective):
     communicates = False
 
     @staticmethod
-    def adjoint(g: Tensor, comm: Communicator, shape: torch.Size, reduce_dtype: Dtype) -> Call:
-        return Call(AllReduce, g, ("sum", "replicated", reduce_dtype))
+    def adjoint(g: Tensor, comm: Communicator, shape: torch.Size, reduce_dtype: Dtype) -> CollectiveCall:
+        return CollectiveCall(AllReduce, g, ("sum", "replicated", reduce_dtype))
 
     @staticmethod
     def prepare(x: Tensor, comm: Communicator, reduce_dtype: Dtype) -> Prepared:
-        return local(lambda: own(x))
+        return local_result(lambda: contiguous_copy(x))
 
 
 def copy_view(x: Tensor, comm: Communicator) -> Tensor:
-    """copy(x) in the memory of x, which must not be changed."""
+    """`copy` without copying: the output shares the memory of x and must not be modified."""
     check_call("copy", x, comm)
     return run(comm, CopyView, x, None)
 
 
 class CopyView(Copy):
-    """Copy without the copy, for what this package reads only: the output shares the memory of x.
+    """`Copy` without copying, for outputs that this package only reads: the output shares the memory of x.
 
-    As an operator it is Copy, since an operator must not return its input."""
+    The custom operator is that of `Copy`, because an operator must not return its input."""
 
     @classmethod
     def forward(cls, x: Tensor, comm: Communicator, *params: Any) -> Tensor:
         return x.view_as(x)
 
     @staticmethod
-    def alone(x: Tensor, *params: Any) -> Tensor:
+    def on_one_rank(x: Tensor, *params: Any) -> Tensor:
         return x
 
 
 def _scaled(x: Tensor, scale: Any) -> Tensor:
-    """x * scale, in the type of x where that can hold it: all ranks' contributions have one type."""
+    """Return x * scale in the dtype of x if it can hold the result, so that all ranks send one dtype."""
     if not isinstance(scale, (Tensor, int, float, complex)):
         raise TypeError(f"all_reduce: the scale of PreMul is {scale!r}, expected a number or a tensor")
     shape = tuple(scale.shape) if isinstance(scale, Tensor) else ()
     from_last = zip(reversed(shape), reversed(x.shape), strict=False)
     if len(shape) > x.dim() or any(size not in (1, of_x) for size, of_x in from_last):
         raise ValueError(
-            f"all_reduce: the scale of PreMul has shape {shape}, which does not broadcast to x's, {tuple(x.shape)}; "
-            "pass one that does"
+            f"all_reduce: the scale of PreMul has shape {shape}, which does not broadcast to {tuple(x.shape)}, the "
+            "shape of x; pass a scale whose shape does"
         )
     y = x * scale
     kept = x.is_complex() or (x.is_floating_point() and not y.is_complex())

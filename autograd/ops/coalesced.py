@@ -1,7 +1,7 @@
-"""Collectives of several tensors in one call: one NCCL group forwards, one backwards.
+"""Collectives of several tensors in one call: one NCCL group in the forward pass, one in the backward pass.
 
-For gradients or parameters of many sizes and types, which one by one would each pay the latency of a launch. Every
-tensor's output and derivative are those of the call with it alone; see ops/__init__.py for which functions take lists.
+Useful for gradients or parameters of many sizes and dtypes, where separate calls would each pay the launch latency. The
+output and the derivative of each tensor are those of a separate call. ops/__init__.py says which functions take lists.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from pynccl import Communicator
 from pynccl.watch.caller_notes import calls_noted_as
 
 from ..collective import (
-    Call,
     Collective,
+    CollectiveCall,
+    check_not_in_group,
     enter_backward,
     operation,
-    refuse_group,
-    remember,
+    record_forward_call,
     require_grad,
     run,
-    sees_operators,
+    runs_as_operator,
 )
 from ..torch_internals import in_forward_mode, transforms_active
 
-Tensors = list[Tensor] | tuple[Tensor, ...]  # all of which are launched as one group
+Tensors = list[Tensor] | tuple[Tensor, ...]  # launched as one group
 
 
-class OfLists(Protocol):
-    """What a module is called with whose function also takes a list of tensors."""
+class CallableOnLists(Protocol):
+    """The `__call__` of a module whose function also takes a list of tensors."""
 
     @overload
     def __call__(self, x: Tensor) -> Tensor: ...
@@ -44,8 +44,7 @@ class OfLists(Protocol):
 
 
 def operation_of_lists(plan: Callable[..., Any]) -> Callable[..., Any]:
-    """`operation`, for one tensor or for each of several. Its overloads are written out, for tools that read signatures
-    without running anything."""
+    """Like `operation`, for one tensor or a list of them. The functions spell out their overloads for static tools."""
 
     @functools.wraps(operation(plan))
     def run_now(x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -53,18 +52,18 @@ def operation_of_lists(plan: Callable[..., Any]) -> Callable[..., Any]:
             comm, (function, x, params) = plan(x, *args, **kwargs)
             return run(comm, function, x, *params)
         plans = []
-        for at, one in enumerate(x):
+        for i, tensor in enumerate(x):
             try:
-                plans.append(plan(one, *args, **kwargs))
+                plans.append(plan(tensor, *args, **kwargs))
             except (TypeError, ValueError) as error:
-                raise type(error)(f"{error} (x is tensor {at} of {len(x)} in the list)") from None
+                raise type(error)(f"{error} (x is tensor {i} of {len(x)} in the list)") from None
         return run_together(plans[0][0], [call for _, call in plans]) if plans else []
 
     return run_now
 
 
 class _Plan(NamedTuple):
-    """What is to be done with each tensor."""
+    """The collective of each tensor, and the communicator."""
 
     comm: Communicator
     parts: tuple[tuple[type[Collective], tuple[Any, ...]], ...]
@@ -75,10 +74,10 @@ class _Plan(NamedTuple):
 
 
 class Coalesced(Function):
-    """Linear collectives of several tensors, as one group.
+    """Linear collectives of several tensors, launched as one group.
 
-    forward    x_1, .., x_k -> y_1, .., y_k     y_i = its collective of x_i
-    backward   g_1, .., g_k -> dx_1, .., dx_k   dx_i = its adjoint of g_i, zeros for an output that was not used
+    forward    x_1, .., x_k -> y_1, .., y_k     y_i = collective_i(x_i)
+    backward   g_1, .., g_k -> dx_1, .., dx_k   dx_i = adjoint_i(g_i), where g_i is 0 if y_i was not used
     """
 
     @staticmethod
@@ -86,11 +85,11 @@ class Coalesced(Function):
         prepared = [
             function.prepare(x, plan.comm, *params) for (function, params), x in zip(plan.parts, xs, strict=True)
         ]
-        refuse_group(plan.name)
+        check_not_in_group(plan.name)
         with pynccl.group():
-            for one in prepared:
-                one.launch(None)
-        return tuple(one.result() for one in prepared)
+            for call in prepared:
+                call.launch(None)
+        return tuple(call.result() for call in prepared)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -98,14 +97,14 @@ class Coalesced(Function):
         ctx.shapes = [x.shape for x in xs]
         ctx.differentiable = [has_derivative(x) for x in xs]
         ctx.mark_non_differentiable(*(y for y in output if not has_derivative(y)))
-        remember(ctx, ctx.plan.comm, ctx.plan.name)
+        record_forward_call(ctx, ctx.plan.comm, ctx.plan.name)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         plan, differentiable = ctx.plan, ctx.differentiable
         function, params = plan.parts[0]
-        wanted_of = [g for g, wanted in zip(cotangents, differentiable, strict=True) if wanted]
-        enter_backward(ctx, plan.comm, wanted_of if function.is_replicated(params) else [])
+        needed = [g for g, wanted in zip(cotangents, differentiable, strict=True) if wanted]
+        enter_backward(ctx, plan.comm, needed if function.is_replicated(params) else [])
         calls = [
             function.adjoint(g, plan.comm, shape, *params)
             for (function, params), g, shape, wanted in zip(
@@ -118,14 +117,14 @@ class Coalesced(Function):
         return None, *(next(gradients) if wanted else None for wanted in differentiable)
 
 
-def run_together(comm: Communicator, calls: Sequence[Call]) -> list[Tensor]:
-    """The calls' outputs, in order; launched as one group.
+def run_together(comm: Communicator, calls: Sequence[CollectiveCall]) -> list[Tensor]:
+    """Launch the calls as one group and return their outputs in order.
 
-    One by one on one rank, in what is traced, under forward mode and torch.func, and for max, min and prod."""
+    They run one by one on one rank, while tracing, in forward mode, in torch.func, and for max, min and prod."""
     if _one_by_one(comm, calls):
         return [run(comm, function, x, *params) for function, x, params in calls]
     xs = [call.x for call in calls]
-    if not any(x.requires_grad for x in xs):  # a node on every rank, for the peers' backward passes: see `run`
+    if not any(x.requires_grad for x in xs):  # see `run`: the outputs need a grad_fn on every rank
         first = next((i for i, x in enumerate(xs) if has_derivative(x)), None)
         if first is not None:
             xs[first] = require_grad(xs[first])
@@ -137,13 +136,13 @@ def has_derivative(x: Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
 
 
-def _one_by_one(comm: Communicator, calls: Sequence[Call]) -> bool:
+def _one_by_one(comm: Communicator, calls: Sequence[CollectiveCall]) -> bool:
     return (
         comm.size == 1
         or len(calls) < 2
         or torch.compiler.is_compiling()
         or transforms_active()
         or in_forward_mode()
-        or any(not call.function.linear or sees_operators(call.x) for call in calls)
+        or any(not call.function.linear or runs_as_operator(call.x) for call in calls)
         or not any(call.function.communicates for call in calls)
     )

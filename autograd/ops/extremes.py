@@ -1,7 +1,7 @@
-"""all_reduce with max, min and prod: the reductions that are not linear, with derivatives of any order.
+"""all_reduce with max, min and prod: nonlinear reductions, with derivatives of any order.
 
-What they need of the forward pass (who attains the extremum, the product of the others) is computed when a derivative
-is asked for, by collectives that are differentiable themselves. Notation: see ops/__init__.py.
+The derivatives need more than the forward pass computes: which ranks attain the extremum, or the product of the other
+ranks' factors. The backward pass computes it with differentiable collectives. Notation: see ops/__init__.py.
 """
 
 from __future__ import annotations
@@ -15,43 +15,43 @@ from torch.autograd import forward_ad
 from pynccl import Communicator
 
 from ..arguments import AnyOp
-from ..collective import Call, Collective, Run, run
+from ..collective import Collective, CollectiveCall, Run, run
 from ..torch_internals import forward_mode
 from ..wire import Dtype, Prepared
 from .all_gather import AllGather
 from .all_reduce import NONLINEAR, AllReduce, Copy
 
 
-def extremum(x: Tensor, op: str, grad: str, reduce_dtype: Dtype) -> Call:
-    """The call of all_reduce with op "max" or "min"."""
+def extremum(x: Tensor, op: str, grad: str, reduce_dtype: Dtype) -> CollectiveCall:
+    """Return the call for all_reduce with op "max" or "min"."""
     if x.is_complex():
-        raise TypeError(f"all_reduce: complex numbers ({x.dtype}) have no {op}; pass their abs(), or the real part")
-    return Call(Extremum, x, (op, grad, reduce_dtype))
+        raise TypeError(f"all_reduce: complex numbers ({x.dtype}) have no {op}; pass x.abs() or x.real")
+    return CollectiveCall(Extremum, x, (op, grad, reduce_dtype))
 
 
-def product(x: Tensor, op: str, grad: str, reduce_dtype: Dtype) -> Call:
-    """The call of all_reduce with op "prod"."""
-    return Call(Product, x, (grad, reduce_dtype))
+def product(x: Tensor, op: str, grad: str, reduce_dtype: Dtype) -> CollectiveCall:
+    """Return the call for all_reduce with op "prod"."""
+    return CollectiveCall(Product, x, (grad, reduce_dtype))
 
 
 NONLINEAR.update(max=extremum, min=extremum, prod=product)
 
 
 class Elementwise(Collective):
-    """A reduction whose derivative is multiplication by a factor that depends on x and y."""
+    """A reduction whose derivative multiplies by a factor that depends on x and y."""
 
     linear = False
 
     @staticmethod
     def factor(run: Run, comm: Communicator, x: Tensor, y: Tensor, *params: Any) -> Tensor:
-        """dy / dx_r."""
+        """Return dy / dx_r."""
         raise NotImplementedError
 
     @classmethod
     def cotangent(
         cls, run: Run, comm: Communicator, g: Tensor, shape: torch.Size, saved: tuple[Tensor, ...], params: Any
     ) -> Tensor:
-        """dx = G * conj(factor), with G = all_reduce(g) under "sum", g under "replicated"."""
+        """Return dx = G * conj(factor), where G is all_reduce(g) under "sum", g under "replicated"."""
         *_, grad, reduce_dtype = params
         if grad == "sum":
             total = run(comm, AllReduce, g, "sum", "sum", reduce_dtype)
@@ -68,14 +68,14 @@ class Elementwise(Collective):
     @classmethod
     def jvp(cls, ctx: Any, tangent: Tensor, *others: None) -> Tensor:
         *_, grad, reduce_dtype = ctx.params
-        with forward_mode(True):  # off within a jvp, where levels around this one have tangents of their own
+        with forward_mode(True):  # torch turns it off in a jvp, but outer levels have tangents
             x, y = (forward_ad.unpack_dual(t).primal for t in ctx.saved_tensors)
-            own = tangent * cls.factor(run, ctx.comm, x, y, *ctx.params)
-            return run(ctx.comm, AllReduce, own, "sum", grad, reduce_dtype)
+            term = tangent * cls.factor(run, ctx.comm, x, y, *ctx.params)
+            return run(ctx.comm, AllReduce, term, "sum", grad, reduce_dtype)
 
 
 class Extremum(Elementwise):
-    """Largest or smallest over ranks, on every rank; the cotangent is shared among the ranks that attain it.
+    """Maximum or minimum over ranks, on every rank. The ranks that attain it share the cotangent equally.
 
     forward    x [..] -> y [..]     y_r = max_q x_q (min_q x_q)
     backward   g [..] -> [..]       G * [x_r == y] / ties           "sum": G = all_reduce(g)    "replicated": G = g
@@ -83,7 +83,7 @@ class Extremum(Elementwise):
 
     name = "extremum"
     schema = "str op, str grad, ScalarType? reduce_dtype"
-    grad_at = 1
+    grad_index = 1
 
     @staticmethod
     def prepare(x: Tensor, comm: Communicator, op: AnyOp, grad: str, reduce_dtype: Dtype) -> Prepared:
@@ -93,26 +93,26 @@ class Extremum(Elementwise):
     def factor(run: Run, comm: Communicator, x: Tensor, y: Tensor, *params: Any) -> Tensor:
         *_, reduce_dtype = params
         with torch.no_grad():  # piecewise constant
-            own, best = (x, y) if reduce_dtype is None else (x.to(reduce_dtype).to(x.dtype), y)
-            # As exact as x, and never so narrow that ties could not be counted.
+            sent, best = (x, y) if reduce_dtype is None else (x.to(reduce_dtype).to(x.dtype), y)
+            # As precise as x, and wide enough to count ties exactly.
             count = torch.float64 if x.dtype is torch.float64 else torch.float32
-            attained = ((own == best) | (own.isnan() & best.isnan())).to(count)
+            attained = ((sent == best) | (sent.isnan() & best.isnan())).to(count)
             ties = run(comm, AllReduce, attained, "sum", "sum", None)
             return (attained / ties.clamp(min=1)).to(x.dtype)
 
 
 class Product(Elementwise):
-    """Product over ranks, on every rank. Exact with zeros: its derivatives gather the factors and divide nothing.
+    """Product over ranks, on every rank. The derivatives gather the factors without division: zeros are exact too.
 
     forward    x [..] -> y [..]     y_r = prod_q x_q
     backward   g [..] -> [..]       G * conj(product of the others)     "sum": G = all_reduce(g)    "replicated": G = g
 
-    The derivatives hold N tensors like x; a complex product does in the forward pass too, as NCCL has none.
+    The derivatives need memory for N tensors like x. So does the forward pass of a complex product, which NCCL lacks.
     """
 
     name = "product"
     schema = "str grad, ScalarType? reduce_dtype"
-    grad_at = 0
+    grad_index = 0
 
     @staticmethod
     def prepare(x: Tensor, comm: Communicator, grad: str, reduce_dtype: Dtype) -> Prepared:
@@ -127,5 +127,5 @@ class Product(Elementwise):
         factors = run(comm, AllGather, x.unsqueeze(0), 0, "sum", None, reduce_dtype)
         if reduce_dtype is not None and not x.is_complex():
             factors = factors.to(reduce_dtype)
-        before, own, after = factors.split([comm.rank, 1, comm.size - 1 - comm.rank])
-        return torch.cat([before, torch.ones_like(own), after]).prod(0).to(x.dtype)
+        before, local, after = factors.split([comm.rank, 1, comm.size - 1 - comm.rank])
+        return torch.cat([before, torch.ones_like(local), after]).prod(0).to(x.dtype)

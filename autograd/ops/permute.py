@@ -1,4 +1,4 @@
-"""permute, send_recv: tensors travel along directed edges between ranks. Notation: see ops/__init__.py."""
+"""permute, send_recv: point-to-point communication along directed edges. Notation: see ops/__init__.py."""
 
 from __future__ import annotations
 
@@ -13,37 +13,55 @@ from pynccl import Communicator
 from pynccl.bindings.values import listed, shown
 
 from ..arguments import check_call, check_comm, check_rank
-from ..collective import Call, Collective, operation
-from ..wire import Prepared, added, is_addable, own, recv_buffer_like, recv_from, send_to, to_wire
+from ..collective import Collective, CollectiveCall, operation
+from ..wire import Prepared, contiguous_copy, is_addable, recv_buffer_like, recv_from, send_to, sum_tensors, to_wire
 
 
 @operation
 def permute(x: Tensor, comm: Communicator, edges: Iterable[tuple[int, int]]) -> Any:
-    """y_r = sum of x_q over the edges (q, r), zeros without one.  [..] -> [..], the same on all ranks.  See `Permute`.
+    """Send x along directed edges between ranks, and sum what arrives.
 
-    edges  pairs (source, target), the same on all ranks; a source may have several targets and a target several sources
+    forward    x [..] -> y [..]     y_r = sum of x_q over the edges (q, r); 0 on a rank that no edge leads to
+    backward   g [..] -> [..]       the same with all edges reversed
+
+    x      a tensor of the same shape and dtype on all ranks
+    comm   communicator of the ranks that take part
+    edges  pairs (source, target), the same on all ranks; a source may have several targets, a target several sources
+
+    ValueError or TypeError for wrong arguments, before anything is launched. Every rank must call it and run its
+    backward pass. Notation: help(pynccl_autograd.ops).
     """
     check_call("permute", x, comm)
     pairs = check_edges(comm, edges)
-    check_meetings(x, pairs)
+    check_target_sums(x, pairs)
     targets = tuple(target for source, target in pairs if source == comm.rank)
     sources = tuple(source for source, target in pairs if target == comm.rank)
-    return comm, Call(Permute, x, (targets, sources))
+    return comm, CollectiveCall(Permute, x, (targets, sources))
 
 
 @operation
 def send_recv(x: Tensor, comm: Communicator, target: int | None = None, source: int | None = None) -> Any:
-    """x goes to rank `target`; y is what rank `source` sends, zeros if None.  [..] -> [..].  See `Permute`.
+    """Send x to rank `target`, and return what rank `source` sends.
 
-    Only the ranks that are named need to call it, each naming its own partners; backwards the same."""
+    forward    x [..] -> y [..]     y = x_source; 0 if `source` is None
+    backward   g [..] -> [..]       g_target; 0 if `target` is None
+
+    x       the tensor to send; what is received must have the same shape and dtype
+    comm    communicator of the ranks that take part
+    target  rank to send to; None: send nothing
+    source  rank to receive from; None: receive nothing
+
+    Only the ranks that communicate call it, and each passes its own peers. The same ranks must run the backward pass.
+    ValueError or TypeError for wrong arguments, before anything is launched. Notation: help(pynccl_autograd.ops).
+    """
     check_call("send_recv", x, comm)
     targets = () if target is None else (check_rank("send_recv", comm, target, "target"),)
     sources = () if source is None else (check_rank("send_recv", comm, source, "source"),)
-    return comm, Call(Permute, x, (targets, sources))
+    return comm, CollectiveCall(Permute, x, (targets, sources))
 
 
 class Permute(Collective):
-    """Tensors travel along directed edges between ranks; this rank's are given by its targets and its sources.
+    """Send x to `targets` and sum what the `sources` send. The Function behind `permute` and `send_recv`.
 
     forward    x [..] -> y [..]     y = sum of x_q over the sources q; 0 without a source
     backward   g [..] -> [..]       the edges reversed: sum of g_q over the targets q; 0 without a target
@@ -55,14 +73,14 @@ class Permute(Collective):
     @staticmethod
     def adjoint(
         g: Tensor, comm: Communicator, shape: torch.Size, targets: Sequence[int], sources: Sequence[int]
-    ) -> Call:
-        return Call(Permute, g, (sources, targets))
+    ) -> CollectiveCall:
+        return CollectiveCall(Permute, g, (sources, targets))
 
     @staticmethod
     def prepare(x: Tensor, comm: Communicator, targets: Sequence[int], sources: Sequence[int]) -> Prepared:
         send = to_wire(x)
         received = [(source, recv_buffer_like(x, send)) for source in sources if source != comm.rank]
-        loops = list(sources).count(comm.rank)  # a rank's own edges stay there
+        loops = list(sources).count(comm.rank)  # edges from this rank to itself
 
         def launch(stream: Any) -> None:
             with pynccl.group():
@@ -73,18 +91,18 @@ class Permute(Collective):
                     recv_from(comm, recv, source, stream)
 
         def result() -> Tensor:
-            parts = [one() for _, (_, one) in received] + [own(x) for _ in range(loops)]
-            return added(parts) if parts else x.new_zeros(x.shape)
+            parts = [finish() for _, (_, finish) in received] + [contiguous_copy(x) for _ in range(loops)]
+            return sum_tensors(parts) if parts else x.new_zeros(x.shape)
 
         return Prepared(launch, result)
 
     @staticmethod
-    def alone(x: Tensor, targets: Sequence[int], sources: Sequence[int]) -> Tensor:
+    def on_one_rank(x: Tensor, targets: Sequence[int], sources: Sequence[int]) -> Tensor:
         return x * len(sources) if len(sources) > 1 else x.clone() if sources else torch.zeros_like(x)
 
 
 def check_edges(comm: Communicator, edges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """The edges as pairs of ints."""
+    """Return the edges as pairs of ints."""
     check_comm("permute", comm)
     if isinstance(edges, (str, bytes, dict)) or not isinstance(edges, Iterable):
         raise TypeError(f"permute: edges is {shown(edges)}, expected pairs (source, target)")
@@ -93,7 +111,7 @@ def check_edges(comm: Communicator, edges: Iterable[tuple[int, int]]) -> tuple[t
         try:
             source, target = edge
         except (TypeError, ValueError):
-            raise ValueError(f"permute: edge {shown(edge)} is none, expected a pair (source, target)") from None
+            raise ValueError(f"permute: edge is {shown(edge)}, expected a pair (source, target)") from None
         pairs.append(
             (
                 check_rank("permute", comm, source, f"the source of edge {edge}"),
@@ -103,11 +121,11 @@ def check_edges(comm: Communicator, edges: Iterable[tuple[int, int]]) -> tuple[t
     return tuple(pairs)
 
 
-def check_meetings(x: Tensor, edges: Iterable[tuple[int, int]]) -> None:
-    """That tensors like x can be added, where some rank is the target of more than one edge."""
+def check_target_sums(x: Tensor, edges: Iterable[tuple[int, int]]) -> None:
+    """Check that tensors like x can be summed if a rank is the target of several edges."""
     targets = [target for _, target in edges]
     if len(set(targets)) < len(targets) and not is_addable(x.dtype):
         raise TypeError(
-            f"permute: {x.dtype} has no sum, and a rank is the target of several edges; pass x.to(torch.int32), or "
-            "several permutes of one edge per target"
+            f"permute: {x.dtype} cannot be summed, and a rank is the target of several edges; pass x.to(torch.int32), "
+            "or call permute several times with one edge per target"
         )

@@ -1,7 +1,6 @@
-"""broadcast, reduce, scatter, gather: collectives with a root.
+"""broadcast, reduce, scatter, gather: collectives with a root. Notation: see ops/__init__.py.
 
-broadcast under "sum" and reduce are adjoint to each other, and so are scatter and gather. Notation: see
-ops/__init__.py.
+broadcast under "sum" and reduce are adjoint to each other, and so are scatter and gather.
 """
 
 from __future__ import annotations
@@ -17,56 +16,78 @@ from pynccl import Communicator
 from ..arguments import (
     Grad,
     Op,
-    asks_for_grad,
     check_call,
     check_dim,
     check_divisible,
     check_grad,
     check_op,
-    check_own,
+    check_own_split,
     check_rank,
     check_reduce_dtype,
     check_reduction,
     check_splits,
     check_total,
+    require_grad_keyword,
 )
-from ..collective import Call, Collective, mean, operation
-from ..wire import Dtype, Prepared, Splits, counts, local, own, recv_buffer, recv_buffer_like, resized, to_wire
+from ..collective import Collective, CollectiveCall, divide_if_avg, operation
+from ..wire import (
+    Dtype,
+    Prepared,
+    Splits,
+    contiguous_copy,
+    counts,
+    local_result,
+    recv_buffer,
+    recv_buffer_like,
+    resized_shape,
+    to_wire,
+)
 
 
 @operation
-@asks_for_grad
+@require_grad_keyword
 def broadcast(x: Tensor, comm: Communicator, root: int, *, grad: Grad, reduce_dtype: Dtype = None) -> Any:
-    """y_r = x_root on every rank.  [..] -> [..]; x on the other ranks gives shape and type.  See `Broadcast`.
+    """Copy x of rank `root` to every rank.
 
-    grad          what every rank does with y: "replicated" if all go on alike, so that the gradients of y are equal on
-                  all ranks, and that of root's x is root's; "sum" if each goes on with work of its own, so that it is
-                  their sum
-    reduce_dtype  type of that sum
+    forward    x [..] -> y [..]     y_r = x_root
+    backward   g [..] -> [..]       root: "sum": sum_q g_q    "replicated": g     other ranks: 0
+
+    x             on root, the tensor to send; on the other ranks, a tensor of the same shape and dtype (its values are
+                  ignored)
+    comm          communicator of the ranks that take part
+    root          rank that sends
+    grad          "replicated" if every rank does the same computation on y;
+                  "sum" if ranks do different computations on y
+    reduce_dtype  dtype of the sum in the backward reduce; None: that of x
+
+    ValueError or TypeError for wrong arguments, before anything is launched. Every rank must call it and run its
+    backward pass. Notation: help(pynccl_autograd.ops).
     """
     check_call("broadcast", x, comm)
     check_grad("broadcast", grad)
     root = check_rank("broadcast", comm, root)
     reduce_dtype = check_reduce_dtype("broadcast", x, reduce_dtype)
-    return comm, Call(Broadcast, x, (root, grad, reduce_dtype))
+    return comm, CollectiveCall(Broadcast, x, (root, grad, reduce_dtype))
 
 
 class Broadcast(Collective):
-    """Root's tensor, on every rank.
+    """Root's tensor, on every rank. The Function behind `broadcast`.
 
     forward    x [..] -> y [..]     y_r = x_root
-    backward   g [..] -> [..]       root: sum_q g_q ("replicated": g)     others: 0
+    backward   g [..] -> [..]       root: sum_q g_q ("replicated": g)     other ranks: 0
     """
 
     name = "broadcast"
     schema = "int root, str grad, ScalarType? reduce_dtype"
-    grad_at = 1
+    grad_index = 1
 
     @staticmethod
-    def adjoint(g: Tensor, comm: Communicator, shape: torch.Size, root: int, grad: str, reduce_dtype: Dtype) -> Call:
+    def adjoint(
+        g: Tensor, comm: Communicator, shape: torch.Size, root: int, grad: str, reduce_dtype: Dtype
+    ) -> CollectiveCall:
         if grad == "sum":
-            return Call(Reduce, g, (root, "sum", reduce_dtype))
-        return Call(AtRoot, g, (root, reduce_dtype))
+            return CollectiveCall(Reduce, g, (root, "sum", reduce_dtype))
+        return CollectiveCall(AtRoot, g, (root, reduce_dtype))
 
     @staticmethod
     def prepare(x: Tensor, comm: Communicator, root: int, grad: str, reduce_dtype: Dtype) -> Prepared:
@@ -76,9 +97,9 @@ class Broadcast(Collective):
 
 
 class AtRoot(Collective):
-    """A replicated tensor, on root only.
+    """Keep a replicated tensor on root and return zeros elsewhere: the adjoint of `Broadcast` under "replicated".
 
-    forward    x [..] -> y [..]     root: x     others: 0
+    forward    x [..] -> y [..]     root: x     other ranks: 0
     backward   g [..] -> [..]       broadcast(g)
     """
 
@@ -86,37 +107,52 @@ class AtRoot(Collective):
     schema = "int root, ScalarType? reduce_dtype"
 
     @staticmethod
-    def adjoint(g: Tensor, comm: Communicator, shape: torch.Size, root: int, reduce_dtype: Dtype) -> Call:
-        return Call(Broadcast, g, (root, "replicated", reduce_dtype))
+    def adjoint(g: Tensor, comm: Communicator, shape: torch.Size, root: int, reduce_dtype: Dtype) -> CollectiveCall:
+        return CollectiveCall(Broadcast, g, (root, "replicated", reduce_dtype))
 
     @staticmethod
     def prepare(x: Tensor, comm: Communicator, root: int, reduce_dtype: Dtype) -> Prepared:
-        return local(lambda: own(x) if comm.rank == root else x.new_zeros(x.shape))
+        return local_result(lambda: contiguous_copy(x) if comm.rank == root else x.new_zeros(x.shape))
 
 
 @operation
 def reduce(x: Tensor, comm: Communicator, root: int, op: Op = "sum", *, reduce_dtype: Dtype = None) -> Any:
-    """root: sum_q x_q ("avg": / N), others: zeros.  [..] -> [..].  See `Reduce`."""
+    """Sum x over all ranks, on rank `root`. The other ranks get zeros.
+
+    forward    x [..] -> y [..]     root: sum_q x_q ("avg": / N)     other ranks: 0
+    backward   g [..] -> [..]       broadcast(g) ("avg": / N)
+
+    x             this rank's term of the sum
+    comm          communicator of the ranks that take part
+    root          rank that receives the sum
+    op            "sum" or "avg"
+    reduce_dtype  dtype in which the sum is communicated and computed; None: that of x
+
+    ValueError or TypeError for wrong arguments, before anything is launched. Every rank must call it and run its
+    backward pass. Notation: help(pynccl_autograd.ops).
+    """
     check_call("reduce", x, comm)
     op = check_op("reduce", op)
     root = check_rank("reduce", comm, root)
     reduce_dtype = check_reduction("reduce", x, op, reduce_dtype)
-    return comm, Call(Reduce, x, (root, op, reduce_dtype))
+    return comm, CollectiveCall(Reduce, x, (root, op, reduce_dtype))
 
 
 class Reduce(Collective):
-    """Sum (or mean) over ranks, on root.
+    """Sum (or average) over ranks, on root. The Function behind `reduce`.
 
-    forward    x [..] -> y [..]     root: sum_q x_q     others: 0       avg: / N
-    backward   g [..] -> [..]       broadcast(g)                        avg: / N
+    forward    x [..] -> y [..]     root: sum_q x_q     other ranks: 0      avg: / N
+    backward   g [..] -> [..]       broadcast(g)                            avg: / N
     """
 
     name = "reduce"
     schema = "int root, str op, ScalarType? reduce_dtype"
 
     @staticmethod
-    def adjoint(g: Tensor, comm: Communicator, shape: torch.Size, root: int, op: str, reduce_dtype: Dtype) -> Call:
-        return Call(Broadcast, mean(g, op, comm), (root, "sum", reduce_dtype))
+    def adjoint(
+        g: Tensor, comm: Communicator, shape: torch.Size, root: int, op: str, reduce_dtype: Dtype
+    ) -> CollectiveCall:
+        return CollectiveCall(Broadcast, divide_if_avg(g, op, comm), (root, "sum", reduce_dtype))
 
     @staticmethod
     def prepare(x: Tensor, comm: Communicator, root: int, op: Op, reduce_dtype: Dtype) -> Prepared:
@@ -129,9 +165,20 @@ class Reduce(Collective):
 
 @operation
 def scatter(x: Tensor, comm: Communicator, root: int, dim: int = 0, *, splits: Splits = None) -> Any:
-    """y_r = x_root[slice r of `dim`].  [.., S, ..] -> [.., s_r, ..].  See `Scatter`.
+    """Split x of rank `root` along `dim`, and return slice r on rank r.
 
-    x on the other ranks: like root's; with splits=, any size along `dim` will do, 0 for example
+    forward    x [.., S, ..] -> y [.., s_r, ..]     y_r = x_root[slice r]
+    backward   g [.., s_r, ..] -> [.., S, ..]       root: gather(g)     other ranks: 0
+
+    x       on root, the tensor to split; on the other ranks, a tensor of the same shape and dtype, whose values are
+            ignored. With `splits`, its size along `dim` may differ there, e.g. be 0
+    comm    communicator of the ranks that take part
+    root    rank that sends
+    dim     dimension to split; its size must be divisible by N, unless `splits` is given
+    splits  size along `dim` of each rank's slice, the same list on every rank; None: equal sizes
+
+    ValueError or TypeError for wrong arguments, before anything is launched. Every rank must call it and run its
+    backward pass. Notation: help(pynccl_autograd.ops).
     """
     check_call("scatter", x, comm)
     root = check_rank("scatter", comm, root)
@@ -142,28 +189,30 @@ def scatter(x: Tensor, comm: Communicator, root: int, dim: int = 0, *, splits: S
         sizes = (x.shape[dim] // comm.size,) * comm.size
     elif comm.rank == root:
         check_total("scatter", x, dim, sizes)
-    return comm, Call(Scatter, x, (root, dim, sizes))
+    return comm, CollectiveCall(Scatter, x, (root, dim, sizes))
 
 
 class Scatter(Collective):
-    """Slice r of root's tensor along `dim`, on rank r.
+    """Slice r of root's tensor along `dim`, on rank r. The Function behind `scatter`.
 
     forward    x [.., S, ..] -> y [.., s_r, ..]     y_r = x_root[slice r]
-    backward   g [.., s_r, ..] -> [.., S, ..]       root: gather(g)     others: 0
+    backward   g [.., s_r, ..] -> [.., S, ..]       root: gather(g)     other ranks: 0
     """
 
     name = "scatter"
     schema = "int root, int dim, SymInt[] splits"
-    dims_at = (1,)
+    dim_indices = (1,)
 
     @staticmethod
-    def adjoint(g: Tensor, comm: Communicator, shape: torch.Size, root: int, dim: int, splits: Sequence[int]) -> Call:
-        return Call(Gather, g, (root, dim, splits, shape[dim]))
+    def adjoint(
+        g: Tensor, comm: Communicator, shape: torch.Size, root: int, dim: int, splits: Sequence[int]
+    ) -> CollectiveCall:
+        return CollectiveCall(Gather, g, (root, dim, splits, shape[dim]))
 
     @staticmethod
     def prepare(x: Tensor, comm: Communicator, root: int, dim: int, splits: Sequence[int]) -> Prepared:
-        send = to_wire(x.movedim(dim, 0)) if comm.rank == root else None  # else x gives the other dimensions and type
-        recv, result = recv_buffer(x, resized(x, dim, splits[comm.rank]), dim)
+        send = to_wire(x.movedim(dim, 0)) if comm.rank == root else None  # elsewhere x only gives shape and dtype
+        recv, result = recv_buffer(x, resized_shape(x, dim, splits[comm.rank]), dim)
 
         def launch(stream: Any) -> None:
             if _equal(splits):
@@ -176,7 +225,20 @@ class Scatter(Collective):
 
 @operation
 def gather(x: Tensor, comm: Communicator, root: int, dim: int = 0, *, splits: Splits = None) -> Any:
-    """root: concat_q x_q along `dim`, others: size 0 along it.  [.., s, ..] -> [.., N*s, ..].  See `Gather`."""
+    """Concatenate the tensors of all ranks along `dim`, on rank `root`. The other ranks get an empty tensor.
+
+    forward    x [.., s, ..] -> y       root: concat_q x_q [.., N*s, ..]     other ranks: [.., 0, ..]
+    backward   g -> [.., s, ..]         g_root[slice r]
+
+    x       a 0-d tensor counts as one of shape [1]
+    comm    communicator of the ranks that take part
+    root    rank that receives
+    dim     dimension to concatenate along
+    splits  size along `dim` of each rank's tensor, the same list on every rank; None: equal sizes
+
+    ValueError or TypeError for wrong arguments, before anything is launched. Every rank must call it and run its
+    backward pass. Notation: help(pynccl_autograd.ops).
+    """
     check_call("gather", x, comm)
     root = check_rank("gather", comm, root)
     if x.dim() == 0:
@@ -185,33 +247,33 @@ def gather(x: Tensor, comm: Communicator, root: int, dim: int = 0, *, splits: Sp
     sizes = check_splits("gather", splits, comm)
     if sizes is None:
         sizes = (x.shape[dim],) * comm.size
-    check_own("gather", x, dim, sizes, comm, "splits")
-    return comm, Call(Gather, x, (root, dim, sizes, 0))
+    check_own_split("gather", x, dim, sizes, comm, "splits")
+    return comm, CollectiveCall(Gather, x, (root, dim, sizes, 0))
 
 
 class Gather(Collective):
-    """All ranks' tensors, concatenated along `dim`, on root.
+    """Concatenate the tensors of all ranks along `dim`, on root. The Function behind `gather`.
 
-    forward    x [.., s_r, ..] -> y     root: concat_q x_q [.., S, ..]      others: 0 [.., rest, ..]
+    forward    x [.., s_r, ..] -> y     root: concat_q x_q [.., S, ..]      other ranks: 0 [.., rest, ..]
     backward   g -> [.., s_r, ..]       g_root[slice r]
     """
 
     name = "gather"
     schema = "int root, int dim, SymInt[] splits, SymInt rest"
-    dims_at = (1,)
+    dim_indices = (1,)
 
     @staticmethod
     def adjoint(
         g: Tensor, comm: Communicator, shape: torch.Size, root: int, dim: int, splits: Sequence[int], rest: int
-    ) -> Call:
-        return Call(Scatter, g, (root, dim, splits))
+    ) -> CollectiveCall:
+        return CollectiveCall(Scatter, g, (root, dim, splits))
 
     @staticmethod
     def prepare(x: Tensor, comm: Communicator, root: int, dim: int, splits: Sequence[int], rest: int) -> Prepared:
         send = to_wire(x.movedim(dim, 0))
-        recv, result = None, lambda: x.new_zeros(resized(x, dim, rest))
+        recv, result = None, lambda: x.new_zeros(resized_shape(x, dim, rest))
         if comm.rank == root:
-            recv, result = recv_buffer(x, resized(x, dim, sum(splits)), dim)
+            recv, result = recv_buffer(x, resized_shape(x, dim, sum(splits)), dim)
 
         def launch(stream: Any) -> None:
             if _equal(splits):

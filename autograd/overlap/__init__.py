@@ -1,4 +1,4 @@
-"""Matmuls with the collective before or behind them, as one operation each, which hides the one behind the other."""
+"""Linear layers fused with the collective before or after them: computation and communication overlap."""
 
 from .comm_overlap import CommOverlap, CommOverlapHelper, CommOverlapP2P
 from .config import OverlapConfig

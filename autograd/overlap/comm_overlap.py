@@ -1,12 +1,12 @@
-"""CommOverlapHelper, CommOverlap, CommOverlapP2P: TransformerEngine's objects of communication overlap, by their names.
+"""CommOverlapHelper, CommOverlap, CommOverlapP2P: TransformerEngine's objects for communication overlap.
 
     helper = ad.CommOverlapHelper(comm)
     overlap = ad.CommOverlap(helper, (8192, 4096), torch.bfloat16, num_splits=4)
     y = overlap.all_gather_matmul(x, w)                       # x [8192/N, 4096]
     layer = ad.RowParallelLinear(.., overlap=overlap)         # or as a layer's overlap=
 
-Each owns persistent buffers for tensors of one shape, in memory that NCCL reaches without copies where the library can
-do that. Layers of the same shape share one, as long as they run one after the other.
+Each owns persistent buffers for tensors of one shape. If the library supports it, NCCL accesses this memory without
+copies. Layers of the same shape can share an object if they do not run concurrently.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from .limits import limited
 from .workspace import Workspace
 
 CTA_POLICY_ZERO = 0x02  # NCCL_CTA_POLICY_ZERO
-HOST_ID = "NCCL_HOSTID"  # by which NCCL tells hosts apart, where it is set
+HOST_ID = "NCCL_HOSTID"  # overrides the host name, as in NCCL
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 
 class CommOverlapHelper:
-    """Where the ranks of a communicator are. A collective: every rank makes one.
+    """The placement of a communicator's ranks on nodes. Collective: every rank constructs one.
 
-    comm        the communicator, or a torch.distributed process group of which one is made
+    comm        a communicator, or a torch.distributed process group, from which one is created
     rank, size              in the communicator
-    node_id, num_nodes      of this rank's host among the hosts, in the order of their first ranks
-    local_rank, local_size  among the ranks of this host
+    node_id, num_nodes      of this rank's node; nodes are numbered in the order of their first ranks
+    local_rank, local_size  among the ranks of this node
     """
 
     def __init__(self, comm: Any) -> None:
@@ -64,14 +64,14 @@ class CommOverlapHelper:
         self.local_rank, self.local_size = here.index(self.rank), len(here)
 
     def all_gather(self, send: Tensor, recv: Tensor | None = None) -> Tensor:
-        """All ranks' tensors one after the other.   [..] -> [N, ..], or `recv` of as many elements"""
+        """Gather the tensors of all ranks.   [..] -> [N, ..], or into `recv` with as many elements"""
         if recv is None:
             recv = send.new_empty(self.size, *send.shape)
-        gathered_there: Tensor = self.comm.all_gather(send, recv)
-        return gathered_there
+        result: Tensor = self.comm.all_gather(send, recv)
+        return result
 
     def barrier(self) -> None:
-        """Returns when every rank has called it."""
+        """Block until every rank has called it."""
         self.comm.barrier()
 
     def __repr__(self) -> str:
@@ -82,25 +82,25 @@ class CommOverlapHelper:
 
 
 class CommOverlap(Shared):
-    """Overlap by slices, with buffers of its own for tensors of one shape. A collective: every rank makes one.
+    """Overlap by slices, with persistent buffers for tensors of one shape. Collective: every rank constructs one.
 
-    helper          of the communicator
-    tensor_shape    of the whole: what is gathered, or what is summed; rows are all dimensions but the last
-    dtype           in which it travels: the widest, where sums do so in a reduce_dtype
-    num_splits      slices
-    num_comm_ctas   most thread blocks of a collective (NCCL's maxCTAs)
-    priority        of the communication's stream; see `OverlapConfig`
-    deterministic   sums by exchange, in the order of the ranks
-    save_gathered   see `OverlapConfig`; here the backward pass gathers once more, as TransformerEngine's does
-    copy_engines    let NCCL >= 2.28 carry what only copies (gathers, exchanges, not sums) on the GPU's copy engines,
-                    which takes no multiprocessor from the matmuls (CTA policy ZERO), on a communicator split off for
-                    it; NCCL does so with symmetric windows alone, else by kernels
+    helper          the CommOverlapHelper of the communicator
+    tensor_shape    of the full tensor that is gathered or summed; rows are all dimensions but the last
+    dtype           data type of the communication; if sums use a reduce_dtype, the wider of the two
+    num_splits      number of slices
+    num_comm_ctas   maximum number of thread blocks of a collective (NCCL's maxCTAs)
+    priority        of the communication stream; see `OverlapConfig`
+    deterministic   sum by exchange, in rank order
+    save_gathered   see `OverlapConfig`; by default the backward pass gathers again, as in TransformerEngine
+    copy_engines    let NCCL >= 2.28 run gathers and exchanges (not sums) on the GPU's copy engines, which takes no
+                    multiprocessors from the matmuls (CTA policy ZERO). This splits off a communicator. NCCL uses copy
+                    engines only with symmetric windows, otherwise kernels
 
-    config      what it is as an OverlapConfig
-    memory      "window": a symmetric window (NCCL >= 2.27), "registered" (>= 2.19), or "plain": torch's
-    nbytes      of its buffers on this rank
+    config      the equivalent OverlapConfig
+    memory      "window": symmetric window (NCCL >= 2.27), "registered" (>= 2.19), or "plain": torch's memory
+    nbytes      of the buffers on this rank
 
-    A copy of a layer shares it. close() it on every rank when the layers are gone.
+    Copies of a layer share the object. close() it on every rank after the last use of the layers.
     """
 
     def __init__(
@@ -127,11 +127,11 @@ class CommOverlap(Shared):
         )
 
         def rows_of(rows: int, ranks: int) -> dict[str, int]:
-            """What reduces by slices needs no buffer to receive into. An exchange rounds each slice up to all ranks."""
+            """Slices need no receive buffer for sums. An exchange pads each slice to a multiple of the ranks."""
             if not deterministic:
                 return {"gathered": rows, "partial": rows}
-            most = rows + (ranks - 1) * num_splits
-            return {"gathered": most, "partial": most, "received": most, "total": -(-most // ranks)}
+            padded = rows + (ranks - 1) * num_splits
+            return {"gathered": padded, "partial": padded, "received": padded, "total": -(-padded // ranks)}
 
         self._begin(helper, tensor_shape, dtype, config, rows_of, copy_engines)
 
@@ -150,11 +150,11 @@ class CommOverlap(Shared):
         shape = tuple(as_int(size) for size in tensor_shape)
         if len(shape) < 2 or None in shape or min(shape) < 1 or math.prod(shape[:-1]) % helper.size:
             raise ValueError(
-                f"{name}: tensor_shape is {shown(tensor_shape)}, expected [rows, .., features], of sizes >= 1, with "
-                f"rows that {helper.size} ranks can share equally"
+                f"{name}: tensor_shape is {shown(tensor_shape)}, expected [rows, .., features] with sizes >= 1 and a "
+                f"number of rows divisible by {helper.size} ranks"
             )
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            raise TypeError(f"{name}: dtype is {shown(dtype)}, expected a floating-point type of torch")
+            raise TypeError(f"{name}: dtype is {shown(dtype)}, expected a floating-point torch.dtype")
         self.helper, self.comm, self.tensor_shape, self.dtype = helper, helper.comm, shape, dtype
         self.config = config
         self._closing: list[Callable[[], object]] = []
@@ -162,7 +162,7 @@ class CommOverlap(Shared):
         self._carrier = self.comm
         if copy_engines:
             self._carrier = self._split_off()
-        self._carrier, _ = limited(self._carrier, config, config.method)  # the one whose windows they are to be
+        self._carrier, _ = limited(self._carrier, config, config.method)  # windows belong to this one
         self.workspace = Workspace(self._allocate, fixed=name, carrier=self._carrier)
         for role, rows in rows_of(math.prod(shape[:-1]), self.comm.size).items():
             nbytes = rows * shape[-1] * dtype.itemsize
@@ -174,7 +174,7 @@ class CommOverlap(Shared):
         return self.workspace.nbytes
 
     def _split_off(self) -> Communicator:
-        """A communicator whose copies go by copy engines; NcclVersionError where NCCL is too old for that."""
+        """Split off a communicator that uses copy engines. Raises NcclVersionError if NCCL is too old."""
         child = self.comm.split(
             0, self.comm.rank, CommConfig(cta_policy=CTA_POLICY_ZERO, max_ctas=self.config.num_comm_ctas)
         )
@@ -184,9 +184,9 @@ class CommOverlap(Shared):
         return child
 
     def _allocate(self, nbytes: int, device: torch.device) -> Tensor:
-        """Memory of NCCL's, as a symmetric window if the ranks can have one, registered if not, torch's if neither.
+        """Allocate NCCL memory as a symmetric window, else registered memory, else torch memory.
 
-        What is possible is the library's to say, and is so on every rank."""
+        The library decides what is supported, the same on every rank."""
         library = self.comm.library
         if library.version < (2, 19):
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -196,7 +196,7 @@ class CommOverlap(Shared):
         self._closing.append(memory.close)
         self.memory = "plain"
         if library.version >= (2, 27):
-            with contextlib.suppress(NcclError, ValueError):  # declined: no memory of each other, no symmetric kernels
+            with contextlib.suppress(NcclError, ValueError):  # unsupported: no peer access, no symmetric kernels
                 self._closing.append(self._carrier.window(memory).close)
                 self.memory = "window"
         if self.memory == "plain":
@@ -219,26 +219,29 @@ class CommOverlap(Shared):
 
     @contextlib.contextmanager
     def bulk(self, collective: str, send: Tensor, recv: Tensor, *args: Any) -> Iterator[Tensor]:
-        """A whole collective beside the work of a with block, which must not touch its tensors.
+        """Run one collective concurrently with a with block, which must not use the collective's tensors.
 
             with overlap.bulk("all_gather", x, gathered):
                 dx = dy @ w                                  # does not need `gathered`
             dw = dy.T @ gathered
 
-        collective  "all_gather", "reduce_scatter", "all_reduce" or "all_to_all", of contiguous tensors as the
-                    communicator's method takes them; args are those that follow, such as op. Without derivative.
+        collective  "all_gather", "reduce_scatter", "all_reduce" or "all_to_all"
+        send, recv  contiguous tensors, as for the communicator's method
+        args        further arguments of that method, such as op
+
+        Not differentiable.
         """
         if collective not in COLLECTIVES:
             raise ValueError(f"bulk: collective is {shown(collective)}, expected one of {', '.join(COLLECTIVES)}")
         comm, limit = limited(self._carrier, self.config, "bulk")
         lanes = Lanes(comm, priority=self.config.priority, config=limit)
         with lanes:
-            lanes.comm.wait(lanes.begun)
+            lanes.comm.wait(lanes.start)
             lanes.collective(collective, send.detach(), recv.detach(), *args)
             yield recv
 
     def close(self) -> None:
-        """Give the buffers back, on every rank, when nothing uses them any more. Twice is harmless."""
+        """Free the buffers. Call it on every rank when nothing uses them any more. A second call does nothing."""
         if self._closing:
             self._wait()
         self.workspace.drop()
@@ -247,16 +250,16 @@ class CommOverlap(Shared):
             close()
 
     def _wait(self) -> None:
-        """Until what was issued has run: after an error within a pass, or of slices that nobody took, some has not."""
-        with contextlib.suppress(Exception):  # of which whoever launched it was told
+        """Wait for issued work, which may be left after an error in a pass, or if slices were not read."""
+        with contextlib.suppress(Exception):  # the launch has reported it
             side_stream(self._carrier, self.config.priority).record().synchronize()
         if self.comm.device != "cpu":
             torch.cuda.synchronize(self.comm.device)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
-            f"a {type(self).__name__} cannot be pickled: it is buffers that the ranks reach. Save module.state_dict() "
-            "instead of the module that has one, and make both anew where it is loaded"
+            f"a {type(self).__name__} cannot be pickled, since it owns communication buffers; save module.state_dict() "
+            "instead of the module, and construct both again after loading"
         )
 
     def __enter__(self) -> CommOverlap:
@@ -273,9 +276,11 @@ class CommOverlap(Shared):
 
 
 class CommOverlapP2P(CommOverlap):
-    """Overlap around the ring, by send and recv, with buffers of its own. A collective: every rank makes one.
+    """Overlap by a ring of send and recv, with persistent buffers. Collective: every rank constructs one.
 
-    aggregate    gather two ranks' blocks for each matmul; the rest as in CommOverlap
+    aggregate    gather the blocks of two ranks for each matmul
+
+    The other arguments are those of CommOverlap.
     """
 
     def __init__(
@@ -298,7 +303,7 @@ class CommOverlapP2P(CommOverlap):
         )
 
         def rows_of(rows: int, ranks: int) -> dict[str, int]:
-            each = -(-rows // ranks)
-            return {"gathered": rows, "partial": 2 * each, "received": each}
+            block = -(-rows // ranks)
+            return {"gathered": rows, "partial": 2 * block, "received": block}
 
         self._begin(helper, tensor_shape, dtype, config, rows_of)

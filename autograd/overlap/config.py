@@ -1,4 +1,4 @@
-"""OverlapConfig: how a linear layer is to hide its communication; also from TransformerEngine's configuration keys."""
+"""OverlapConfig: how a linear layer hides its communication. It can be created from TransformerEngine's keys."""
 
 from __future__ import annotations
 
@@ -9,36 +9,37 @@ from typing import Any, Literal, Protocol
 from pynccl.bindings.values import attribute, shown
 
 METHODS = ("auto", "slices", "ring", "exchange", "bulk", "off")
-# TransformerEngine's names of them.
+# TransformerEngine's names for the methods.
 _METHOD_OF = {"ring_exchange": "ring", "pipeline": "slices", "bulk": "bulk", "none": "off"}
-MOST_COMPUTE_STREAMS = 2  # more of them lose: each takes a share of the GPU from the others' last waves
+MAX_COMPUTE_STREAMS = 2  # more are slower: each takes a share of the GPU from the last waves of the others
 
 
 @dataclass(frozen=True)
 class OverlapConfig:
-    """How one layer overlaps. Every rank must pass the same; what is None, is chosen.
+    """How one layer overlaps. Every rank must pass the same configuration. None: chosen automatically.
 
-    method           "auto"      off, bulk, 2, 4 and 8 slices and the ring take turns in the first calls, at most 24 of
-                                 each pass; then all ranks keep the fastest, which may be "off"
+    method           "auto"      the first calls of each pass, at most 24, alternate between off, bulk, 2, 4 and 8
+                                 slices and the ring; then all ranks keep the fastest, or "off" if the gain is below 3%
                      "slices"    `chunks` collectives, each of a slice of every rank's rows
                      "ring"      N-1 steps of send and recv, each of one rank's rows
-                     "exchange"  as slices, but what is summed travels by all_to_all and is added up in the order of
-                                 the ranks, in float32 at least: the same bits for every number of chunks
-                     "bulk"      the collective uncut, beside a matmul that does not need it
-                     "off"       one after the other
-    chunks           slices that the rows are cut into, >= 1; for "slices" and "exchange". None: 2, 4 and 8 are tried
+                     "exchange"  as slices, but sums use all_to_all and add in rank order, in at least float32: the
+                                 same bits for every number of chunks
+                     "bulk"      one collective, concurrent with a matmul that does not depend on it
+                     "off"       no overlap
+    chunks           number of slices of the rows, >= 1; for "slices" and "exchange". None: 2, 4 and 8 are tried
     aggregate        "ring" gathers the blocks of two ranks for each matmul
-    compute_streams  1 or 2, on which the matmuls of the slices take turns; None: 2 on a GPU where there are slices
-    num_comm_ctas    most thread blocks (CTAs) that a collective takes from the matmul, as NCCL's maxCTAs. Before NCCL
-                     2.31, and of "ring", it needs a communicator of its own, which a layer splits off when it is made,
-                     and a function in its first pass; it ends with the communicator
-    priority         of the communication's stream: below 0 it runs before the matmuls' streams, from 0 on as they do
-    deterministic    sums only by "exchange", and "auto" tries no way that rounds otherwise
-    save_gathered    keep what the forward pass has gathered for the weight's gradient; else it is gathered once more
-                     in the backward pass, beside the gradient of the input, and the memory is free in between
-    dgrad            the backward pass, if it is to go otherwise than the forward pass
+    compute_streams  1 or 2 streams that the matmuls of the slices alternate between; None: 2 on a GPU with slices
+    num_comm_ctas    maximum number of thread blocks (CTAs) of a collective, as NCCL's maxCTAs. Before NCCL 2.31, and
+                     for "ring", it needs a child communicator, which a layer splits off when it is constructed, and a
+                     function in its first pass; the child ends with its parent
+    priority         of the communication stream. Below 0, its kernels run before those of the matmuls' streams; from 0
+                     on, they have the same priority
+    deterministic    sum only by "exchange"; "auto" tries no schedule that changes the rounding
+    save_gathered    keep the gathered input for the weight's gradient. False: the backward pass gathers it again,
+                     hidden behind the gradient of the input, and the memory is free in between
+    dgrad            configuration of the backward pass; None: that of the forward pass
 
-    ValueError, TypeError for what has no meaning.
+    Raises ValueError or TypeError for invalid values.
     """
 
     method: str = "auto"
@@ -54,10 +55,10 @@ class OverlapConfig:
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise ValueError(f"OverlapConfig: method is {shown(self.method)}, expected one of {', '.join(METHODS)}")
-        for name, most in (("chunks", None), ("compute_streams", MOST_COMPUTE_STREAMS), ("num_comm_ctas", None)):
+        for name, maximum in (("chunks", None), ("compute_streams", MAX_COMPUTE_STREAMS), ("num_comm_ctas", None)):
             value = getattr(self, name)
-            if value is not None and not (type(value) is int and value >= 1 and (most is None or value <= most)):
-                upto = f" and <= {most}" if most else ""
+            if value is not None and not (type(value) is int and value >= 1 and (maximum is None or value <= maximum)):
+                upto = f" and <= {maximum}" if maximum else ""
                 raise ValueError(f"OverlapConfig: {name} is {shown(value)}, expected an integer >= 1{upto}, or None")
         for name in ("aggregate", "deterministic", "save_gathered"):
             if not isinstance(getattr(self, name), bool):
@@ -68,8 +69,8 @@ class OverlapConfig:
             raise TypeError(f"OverlapConfig: dgrad is {shown(self.dgrad)}, expected an OverlapConfig or None")
         if self.deterministic and self.method not in ("auto", "exchange", "off"):
             raise ValueError(
-                f'OverlapConfig: deterministic=True sums by method "exchange", but method is {self.method!r}; pass '
-                '"auto" or "exchange"'
+                f'OverlapConfig: deterministic=True requires method "auto", "exchange" or "off", but method is '
+                f"{self.method!r}"
             )
 
         backward = self.dgrad
@@ -80,12 +81,12 @@ class OverlapConfig:
 
     @property
     def backward(self) -> OverlapConfig:
-        """That of the backward pass."""
+        """The configuration of the backward pass."""
         return self._backward or self  # type: ignore[attr-defined]
 
 
 class Buffered(Protocol):
-    """A configuration with buffers of its own: CommOverlap, CommOverlapP2P."""
+    """A configuration with its own buffers: CommOverlap, CommOverlapP2P."""
 
     @property
     def config(self) -> OverlapConfig: ...
@@ -94,16 +95,16 @@ class Buffered(Protocol):
     def workspace(self) -> Any: ...
 
 
-# What `overlap=` takes; a dict is one of TransformerEngine's keys.
+# Values of `overlap=`; a dict has TransformerEngine's keys.
 Overlap = Literal["auto", "off"] | OverlapConfig | Mapping[str, Any] | Buffered
 OFF = OverlapConfig(method="off")
 AUTO = OverlapConfig()
 
 
 def as_config(owner: str, overlap: Any, kind: str) -> OverlapConfig:
-    """What `overlap=` of a layer says: "auto", "off", an OverlapConfig, or a dict of TransformerEngine's keys.
+    """Convert the value of `overlap=` to an OverlapConfig.
 
-    kind  "column" or "row": which of TransformerEngine's defaults are meant"""
+    kind  "column" or "row": selects TransformerEngine's defaults"""
     if isinstance(overlap, OverlapConfig):
         return overlap
     own = attribute(overlap, "config")
@@ -114,8 +115,8 @@ def as_config(owner: str, overlap: Any, kind: str) -> OverlapConfig:
     if isinstance(overlap, str) and overlap in ("auto", "off"):
         return AUTO if overlap == "auto" else OFF
     raise ValueError(
-        f'{owner}: overlap is {shown(overlap)}, expected "auto", "off", an OverlapConfig, or a dict of '
-        "TransformerEngine's keys, or a CommOverlap"
+        f'{owner}: overlap is {shown(overlap)}, expected "auto", "off", an OverlapConfig, a CommOverlap, or a dict '
+        "of TransformerEngine's keys"
     )
 
 
@@ -130,8 +131,8 @@ DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
     "row": {"fprop": _PIPELINE, "dgrad": _RING},
 }
 _KEYS = ("method", "num_splits", "num_sm", "aggregate", "comm_priority")
-# Of its own kernels and number formats, which have no meaning here: accepted, so that a configuration can be shared.
-# set_sm_margin: torch's matmuls go through cublasGemmEx, which takes no number of multiprocessors.
+# Keys of TransformerEngine's kernels and number formats: accepted and ignored, so that a configuration can be shared.
+# set_sm_margin: torch's matmuls call cublasGemmEx, which cannot limit the number of multiprocessors.
 _IGNORED = (
     "is_reduce_scatter", "cga_size", "gemm_priority", "use_ce", "fp8_buf", "atomic_gemm",
     "pipeline_rs_overlap_first_gemm", "set_sm_margin",
@@ -139,18 +140,18 @@ _IGNORED = (
 
 
 def from_keys(owner: str, keys: Mapping[str, Any], kind: str) -> OverlapConfig:
-    """A layer's configuration from TransformerEngine's keys: of its forward pass, or of each pass by name.
+    """Create a layer's configuration from TransformerEngine's keys.
 
-        {"method": "pipeline", "num_splits": 4}                  the forward pass; the others by default
-        {"fprop": {...}, "dgrad": {...}, "wgrad": {...}}         each
-        {"qkv_fprop": {...}, "proj_dgrad": {...}, ...}           the same of a whole model: this layer's are taken
+        {"method": "pipeline", "num_splits": 4}                  the forward pass; defaults for the others
+        {"fprop": {...}, "dgrad": {...}, "wgrad": {...}}         each pass
+        {"qkv_fprop": {...}, "proj_dgrad": {...}, ...}           a full model; the layer uses the keys of its kind
 
-    method ring_exchange / pipeline / bulk are "ring", "slices" and "bulk" here, num_splits `chunks`, num_sm
-    `num_comm_ctas`, comm_priority `priority`. What is left out is TransformerEngine's default for this kind of layer.
+    The methods ring_exchange, pipeline and bulk are "ring", "slices" and "bulk" here; num_splits is `chunks`, num_sm
+    `num_comm_ctas`, comm_priority `priority`. Omitted keys have TransformerEngine's defaults for this kind of layer.
     """
     by_pass = {name: value for name, value in keys.items() if _pass_of(name)}
     if by_pass and len(by_pass) < len(keys):
-        raise ValueError(f"{owner}: overlap has keys of passes and of one pass, {list(keys)}; pass either")
+        raise ValueError(f"{owner}: overlap mixes names of passes with keys of one pass, {list(keys)}; use either")
     own = (
         {_pass_of(name): value for name, value in by_pass.items() if _is_of(name, kind)} if by_pass else {"fprop": keys}
     )
@@ -158,15 +159,15 @@ def from_keys(owner: str, keys: Mapping[str, Any], kind: str) -> OverlapConfig:
         if not isinstance(value, Mapping):
             raise TypeError(f"{owner}: overlap[{name!r}] is {shown(value)}, expected a dict")
     defaults = DEFAULTS[kind]
-    fprop, dgrad = (_known(owner, own.get(name, {}), defaults[name]) for name in ("fprop", "dgrad"))
+    fprop, dgrad = (_with_defaults(owner, own.get(name, {}), defaults[name]) for name in ("fprop", "dgrad"))
     wgrad = own.get("wgrad", {}).get("method", "bulk")
     if wgrad not in ("bulk", "none", "external"):
         raise ValueError(f"{owner}: overlap: method of wgrad is {shown(wgrad)}, expected 'bulk'")
-    return replace(_one(owner, fprop), dgrad=_one(owner, dgrad))
+    return replace(_config_of(owner, fprop), dgrad=_config_of(owner, dgrad))
 
 
 def _pass_of(name: Any) -> str:
-    """fprop of "fprop" and of "qkv_fprop"; "" of what names no pass."""
+    """Return "fprop" for "fprop" and "qkv_fprop"; "" if the name has no pass."""
     found = str(name).rpartition("_")[2]
     return found if found in _PASSES else ""
 
@@ -176,11 +177,11 @@ def _is_of(name: str, kind: str) -> bool:
     return not layer or layer in _LAYERS[kind]
 
 
-def _known(owner: str, keys: Mapping[str, Any], defaults: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The keys; those of another method than the default's do not go on from its defaults."""
+def _with_defaults(owner: str, keys: Mapping[str, Any], defaults: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Add the defaults of the method to the keys, after checking them."""
     unknown = [key for key in keys if key not in _KEYS and key not in _IGNORED]
     if unknown:
-        raise ValueError(f"{owner}: overlap has no key {unknown[0]!r}, expected some of {', '.join(_KEYS)}")
+        raise ValueError(f"{owner}: overlap has unknown key {unknown[0]!r}, expected some of {', '.join(_KEYS)}")
     method = keys.get("method", defaults["method"])
     if not isinstance(method, str) or method not in _METHOD_OF:
         raise ValueError(f"{owner}: overlap: method is {shown(method)}, expected one of {', '.join(_METHOD_OF)}")
@@ -188,7 +189,7 @@ def _known(owner: str, keys: Mapping[str, Any], defaults: Mapping[str, Any]) -> 
     return {**base, **keys}
 
 
-def _one(owner: str, keys: Mapping[str, Any]) -> OverlapConfig:
+def _config_of(owner: str, keys: Mapping[str, Any]) -> OverlapConfig:
     method = _METHOD_OF[keys["method"]]
     try:
         return OverlapConfig(

@@ -1,11 +1,11 @@
-"""A linear layer with the collective before or behind it: a slice travels while another one is multiplied.
+"""A linear layer with the collective before or after it: one slice is communicated while another is multiplied.
 
 N ranks; x is [s, .., in] with the sequence in dimension 0, w is [out, in] as in F.linear; rows are all dimensions but
 the last.
 
     all_gather_matmul        x [s/N, .., in]     -> y [s, .., out]      dx is reduce-scattered
     matmul_reduce_scatter    x [s, .., in/N]     -> y [s/N, .., out]    gy is all-gathered
-    matmul_all_reduce        x [s, .., in/N]     -> y [s, .., out]      nothing travels
+    matmul_all_reduce        x [s, .., in/N]     -> y [s, .., out]      no communication
     copy_matmul              x [s, .., in] equal -> y [s, .., out/N]    dx is all-reduced
 """
 
@@ -24,7 +24,7 @@ from . import unfused
 from .config import Overlap
 from .passes import MatmulCall
 from .patterns import AllGatherMatmul, CopyMatmul, MatmulAllReduce, MatmulReduceScatter
-from .slices import Flight, Slices
+from .slices import PendingSlices, Slices
 from .trials import Decision
 
 
@@ -51,6 +51,7 @@ def all_gather_matmul(
     reduce_dtype: Dtype = None,
     grad_accumulation_fusion: bool = False,
     return_gathered: Literal[True],
+    owner: Any = None,
 ) -> tuple[Tensor, Tensor]: ...
 def all_gather_matmul(
     x: Tensor,
@@ -64,18 +65,18 @@ def all_gather_matmul(
     return_gathered: bool = False,
     owner: Any = None,
 ) -> Any:
-    """all_gather(x, dim 0) @ w.T + bias.   x [s/N, .., in], w [out, in], bias [out] -> [s, .., out]
+    """Return all_gather(x, dim 0) @ w.T + bias.   x [s/N, .., in], w [out, in], bias [out] -> [s, .., out]
 
-    The adjoint: dx is reduce-scattered, dw and dbias are sums over all rows.
+    The backward pass reduce-scatters dx; dw and dbias are sums over all rows.
 
-    overlap                   "auto": tries the ways in its first calls, and keeps the fastest, which may be not to
-                              overlap; "off"; OverlapConfig(...); a dict of TransformerEngine's keys
-    reduce_dtype              type of the sum in the backward reduce-scatter
-    grad_accumulation_fusion  dw is added to w.main_grad, and w.grad left alone
+    overlap                   "auto": try the candidate schedules in the first calls, and keep the fastest, which may be
+                              "off"; "off"; OverlapConfig(...); CommOverlap; a dict of TransformerEngine's keys
+    reduce_dtype              data type of the sum in the backward reduce-scatter
+    grad_accumulation_fusion  add dw to w.main_grad, and leave w.grad unchanged
     return_gathered           return (y, all_gather(x)), both differentiable
-    owner                     the module for which "auto" decides, and that `overlap.report()` is to name
+    owner                     the module that makes the call: "auto" decides per module, and `overlap.report()` names it
 
-    ValueError, TypeError on every rank for what does not fit together, before anything is launched.
+    Raises ValueError or TypeError on every rank for inconsistent arguments, before anything is launched.
     """
     call = MatmulCall("all_gather_matmul", "column", x, w, comm, overlap, reduce_dtype, grad_accumulation_fusion, owner)
 
@@ -102,17 +103,17 @@ def matmul_reduce_scatter(
     grad_accumulation_fusion: bool = False,
     owner: Any = None,
 ) -> Tensor:
-    """reduce_scatter(x @ w.T, dim 0) + bias.   x [s, .., in/N], w [out, in/N], bias [out] -> [s/N, .., out]
+    """Return reduce_scatter(x @ w.T, dim 0) + bias.   x [s, .., in/N], w [out, in/N], bias [out] -> [s/N, .., out]
 
-    The adjoint: dy is all-gathered; dbias is the sum of all ranks' rows. The bias is added once, after the sum.
+    The bias is added once, after the sum. The backward pass all-gathers dy; dbias is the sum over all ranks' rows.
 
-    The options are those of `all_gather_matmul`; reduce_dtype is that of the forward sum
+    The options are those of `all_gather_matmul`; reduce_dtype is that of the forward sum.
 
-    ValueError, TypeError on every rank for what does not fit together, before anything is launched.
+    Raises ValueError or TypeError on every rank for inconsistent arguments, before anything is launched.
     """
     name = "matmul_reduce_scatter"
     call = MatmulCall(name, "row", x, w, comm, overlap, reduce_dtype, grad_accumulation_fusion, owner)
-    check_divisible(name, x, 0, comm, "cut it otherwise")
+    check_divisible(name, x, 0, comm, "use another sequence length")
 
     def overlapped(x: Tensor, w: Tensor, bias: Tensor | None, call: MatmulCall, decision: Decision) -> Any:
         return MatmulReduceScatter.apply(x, w, bias, call, decision)
@@ -147,6 +148,7 @@ def matmul_all_reduce(
     reduce_dtype: Dtype = None,
     grad_accumulation_fusion: bool = False,
     hand_off: Literal[True],
+    owner: Any = None,
 ) -> Slices: ...
 def matmul_all_reduce(
     x: Tensor,
@@ -160,34 +162,35 @@ def matmul_all_reduce(
     hand_off: bool = False,
     owner: Any = None,
 ) -> Any:
-    """all_reduce(x @ w.T) + bias.   x [s, .., in/N], w [out, in/N], bias [out] -> [s, .., out]
+    """Return all_reduce(x @ w.T) + bias.   x [s, .., in/N], w [out, in/N], bias [out] -> [s, .., out]
 
-    The adjoint communicates nothing: dy must be equal on all ranks, as where each computes the same loss.
+    The backward pass communicates nothing: dy must be equal on all ranks, for example if all compute the same loss.
 
-    The options are those of `all_gather_matmul`; reduce_dtype is that of the forward sum
-    hand_off    return `Slices` of the rows, each of which can be used as soon as it is there; x has to be [s, in/N].
-                Unless overlap says how many, they are 4: what the caller does with each is nothing to be timed
+    hand_off    return `Slices` of the rows; each can be used as soon as it is available. x must be [s, in/N]. The
+                default is 4 slices, without a trial, which cannot time the caller's work on each slice
 
-    ValueError, TypeError on every rank for what does not fit together, before anything is launched.
+    The other options are those of `all_gather_matmul`; reduce_dtype is that of the forward sum.
+
+    Raises ValueError or TypeError on every rank for inconsistent arguments, before anything is launched.
     """
     name = "matmul_all_reduce"
     call = MatmulCall(name, "row", x, w, comm, overlap, reduce_dtype, grad_accumulation_fusion, owner)
     if hand_off and x.dim() != 2:
-        raise ValueError(f"{name}: hand_off=True hands out rows of a matrix, but x is {tuple(x.shape)}; flatten it")
+        raise ValueError(f"{name}: hand_off=True expects x of shape [s, in/N], but x is {tuple(x.shape)}; flatten it")
     config = call.config
     if hand_off and config.method in ("auto", "slices", "exchange"):
-        way = "exchange" if config.deterministic else "slices" if config.method == "auto" else config.method
-        call.config = replace(config, method=way, chunks=config.chunks or 4)
+        method = "exchange" if config.deterministic else "slices" if config.method == "auto" else config.method
+        call.config = replace(config, method=method, chunks=config.chunks or 4)
 
     def overlapped(x: Tensor, w: Tensor, bias: Tensor | None, call: MatmulCall, decision: Decision) -> Any:
         if hand_off:
-            flight = Flight()
-            return Slices(MatmulAllReduce.apply(x, w, bias, call, decision, flight), flight)
+            pending = PendingSlices()
+            return Slices(MatmulAllReduce.apply(x, w, bias, call, decision, pending), pending)
         return MatmulAllReduce.apply(x, w, bias, call, decision, None)[0]
 
     def composed(x: Tensor, w: Tensor, bias: Tensor | None) -> Any:
         y = unfused.matmul_all_reduce(x, w, comm, bias, call.reduce_dtype)
-        return Slices((y,), Flight()) if hand_off else y
+        return Slices((y,), PendingSlices()) if hand_off else y
 
     return call.run(x, bias, x.numel() // max(x.shape[-1], 1), (name, None), overlapped, composed)
 
@@ -203,13 +206,13 @@ def copy_matmul(
     grad_accumulation_fusion: bool = False,
     owner: Any = None,
 ) -> Tensor:
-    """x @ w.T + bias of an x that is equal on all ranks.   x [s, .., in], w [out/N, in] -> [s, .., out/N]
+    """Return x @ w.T + bias for a replicated x.   x [s, .., in], w [out/N, in] -> [s, .., out/N]
 
-    The adjoint: dx is summed over the ranks (all_reduce), dw and dbias are this rank's own.
+    The backward pass all-reduces dx; dw and dbias are those of this rank's shard.
 
-    The options are those of `all_gather_matmul`; reduce_dtype is that of dx's sum
+    The options are those of `all_gather_matmul`; reduce_dtype is that of dx's sum.
 
-    ValueError, TypeError on every rank for what does not fit together, before anything is launched.
+    Raises ValueError or TypeError on every rank for inconsistent arguments, before anything is launched.
     """
     call = MatmulCall("copy_matmul", "column", x, w, comm, overlap, reduce_dtype, grad_accumulation_fusion, owner)
 

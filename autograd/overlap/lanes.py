@@ -1,7 +1,7 @@
-"""The streams of one overlapped operation: the caller's, one for communication, at most one more for matmuls.
+"""The streams of one overlapped operation: the caller's, one for communication, optionally a second one for matmuls.
 
-Work is issued on a lane in order; between lanes there are events only. What is issued names the tensors that it reads
-and those that it writes, so that a test can prove each dependency, and a timeline show it.
+The work of a lane runs in order. Lanes synchronize only by events. Each piece of work declares the tensors that it
+reads and writes, so that tests can verify dependencies and timelines can show them.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from pynccl import CollConfig, Communicator
 from pynccl.comm.observers import observers, waiting
 from pynccl.interop.streams import Handle
 
-from ..streams import HIGH, Kept, is_capturing, side_stream
+from ..streams import HIGH, KeepAliveList, is_capturing, side_stream
 
 
 class Point(NamedTuple):
-    """A moment in the order of a lane: all that it was given before."""
+    """A point in the order of a lane, after all work issued before it."""
 
     lane: Lane
-    issued: int  # how much that was
+    issued: int  # the lane's count at this point
     event: Any
-    seen: dict[Lane, int]  # of other lanes, how much had happened then
+    seen: dict[Lane, int]  # other lane -> its count that is complete at this point
 
 
 class Lane:
-    """A stream of an overlapped operation: what is run here runs in order.
+    """A stream of an overlapped operation.
 
     name  "main", "comm" or "second" """
 
     def __init__(self, name: str, lanes: Lanes) -> None:
         self.name, self.lanes = name, lanes
-        self.issued = 0  # how much it was given: work, and points
-        self.seen: dict[Lane, int] = {}  # of other lanes, how much this one has waited for, also through others
+        self.issued = 0  # count of issued work and points
+        self.seen: dict[Lane, int] = {}  # other lane -> its count that this lane has waited for, also transitively
 
     def run(self, work: Callable[..., object], *inputs: Any, out: Tensor) -> None:
-        """Issue work(*inputs, out=out), which allocates nothing that outlives it."""
-        if self is not self.lanes.main:  # whose memory it is: it would use it anew before this lane has got there
+        """Issue work(*inputs, out=out). It must not allocate memory that outlives it."""
+        if self is not self.lanes.main:  # main owns the memory, and could reuse it before this lane runs
             self.lanes.kept.append((inputs, out))
         self.issued += 1
         if self.lanes.observers:
@@ -63,7 +63,7 @@ class Lane:
         return point
 
     def wait(self, point: Point) -> None:
-        """What is issued from now on starts after the point; nothing is issued for that where it does so already."""
+        """Let later work of this lane start after the point. No event is issued if that is already the case."""
         if point.lane is self or self.seen.get(point.lane, 0) >= point.issued:
             return
         for observer in self.lanes.observers:
@@ -74,7 +74,7 @@ class Lane:
         self._wait(point.event)
 
     def mark(self) -> Any:
-        """A moment of this lane, for `seconds_between`."""
+        """Record a time mark of this lane, for `seconds_between`."""
         raise NotImplementedError
 
     def _record(self) -> Any:
@@ -88,9 +88,9 @@ class Lane:
 
 
 class CallerLane(Lane):
-    """The caller of the host library: his work is done when it returns.
+    """The calling thread, with the host library: work is complete when it returns.
 
-    blocked  seconds that he has spent waiting for the other lanes"""
+    blocked  seconds that the thread has waited for other lanes"""
 
     blocked = 0.0
 
@@ -119,7 +119,7 @@ class HostLane(Lane):
         self.stream = stream
 
     def _do(self, work: Callable[..., object], inputs: Sequence[Any], out: Tensor) -> None:
-        self.stream.submit(_as_here(partial(work, *inputs, out=out)))
+        self.stream.submit(_in_caller_mode(partial(work, *inputs, out=out)))
 
     def _record(self) -> Any:
         return self.stream.record()
@@ -132,9 +132,9 @@ class HostLane(Lane):
         return self.stream.record()
 
 
-def _as_here(work: Callable[[], object]) -> Callable[[], object]:
-    """Without gradients, which the stream's thread records as every new thread does, and in the caller's inference
-    mode: outside of it what he has made there cannot be changed."""
+def _in_caller_mode(work: Callable[[], object]) -> Callable[[], object]:
+    """Wrap work for the stream's thread: disable gradients, which a new thread records, and use the caller's inference
+    mode, since inference tensors cannot be modified outside of it."""
     inference = torch.is_inference_mode_enabled()
 
     def run() -> None:
@@ -164,7 +164,7 @@ class _CudaLane(Lane):
 
 
 class _MainLane(_CudaLane):
-    """The caller's stream, which is current."""
+    """The caller's current stream."""
 
     def _do(self, work: Callable[..., object], inputs: Sequence[Any], out: Tensor) -> None:
         work(*inputs, out=out)
@@ -175,7 +175,7 @@ class _MainLane(_CudaLane):
 
 
 def seconds_between(begin: Any, end: Any) -> float:
-    """Between two marks of lanes of one operation, both of which have happened."""
+    """Return the seconds between two completed marks of one operation's lanes."""
     if hasattr(begin, "elapsed_time") and hasattr(end, "elapsed_time"):
         return float(begin.elapsed_time(end)) / 1e3
     return _moment(end) - _moment(begin)
@@ -186,18 +186,20 @@ def _moment(mark: Any) -> float:
 
 
 class Lanes:
-    """The streams of one overlapped operation, of which `main` is the caller's.
+    """The streams of one overlapped operation; `main` is the caller's stream.
 
         with Lanes(comm) as lanes:
-            lanes.comm.wait(lanes.begun)                     # what the caller has made is there
+            lanes.comm.wait(lanes.start)                     # after the caller's earlier work
             lanes.collective("all_gather", x, gathered)
             arrived = lanes.comm.record()
             lane = lanes.compute(arrived)
             lane.run(torch.mm, gathered, w, out=y)
-                                                             # the caller's stream has waited for the others
+                                                             # here the caller's stream waits for the others
 
-    All memory is made on `main`, by the caller, and kept until the end: none of it is used anew while another lane
-    works on it.   kept: what was enqueued, until the caller has waited for it"""
+    All memory is allocated on `main` by the caller, and kept until the end, so that it is not reused while another lane
+    uses it.
+
+    kept  tensors of enqueued work, until the caller's stream has waited for the work"""
 
     def __init__(
         self,
@@ -209,49 +211,49 @@ class Lanes:
         decision: Any = None,
     ) -> None:
         self.nccl, self.config = comm, config
-        self.observers = tuple(observers)  # who hears the begin of an operation hears its end
-        self.owner, self.decision = owner, decision  # for whom they work and what was decided, for observers
-        self.kept = Kept()
+        self.observers = tuple(observers)  # a copy: each observer sees the begin and the end of the operation
+        self.owner, self.decision = owner, decision  # for observers
+        self.kept = KeepAliveList()
         self._events: list[Any] = []
         self.main, self.comm, self._computing = maker(self, comm, compute_streams, priority)
         self._stream = self._handle()
-        self._turn = 0
+        self._next = 0
 
     def __enter__(self) -> Lanes:
-        self.begun = self.main.record()
+        self.start = self.main.record()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is not None and self.nccl.library.is_host:
-            return  # whose streams keep their buffers; the peers may never come, of whom the error speaks
+            return  # do not wait: peers may have failed. Host streams keep their buffers alive
         others = [lane for lane in dict.fromkeys((*self._computing, self.comm)) if lane is not self.main]
-        # First the lane that has waited for most: then main knows of the others through it.
+        # First the lane that has waited for the most work: main then needs no wait for what that lane has waited for.
         for lane in sorted(others, key=lambda lane: lane.issued + sum(lane.seen.values()), reverse=True):
-            begun = lane.issued or lane.seen  # a lane that has only waited is part of a captured graph, too
-            if begun and lane.issued > self.main.seen.get(lane, -1):
+            used = lane.issued or lane.seen  # a lane that has only waited is part of a captured graph, too
+            if used and lane.issued > self.main.seen.get(lane, -1):
                 self.main.wait(lane.record())
         for observer in self.observers:
             observer.closed(self)
         self.kept.clear()
-        _spare(self.nccl).extend(self._events)  # nobody waits for them any more
+        _spare(self.nccl).extend(self._events)  # no lane waits for them any more
         self._events.clear()
 
     def compute(self, after: Point | None = None) -> Lane:
-        """The lane of the next piece of a matmul, which starts after the point: they take turns."""
-        lane = self._computing[self._turn % len(self._computing)]
-        self._turn += 1
-        lane.wait(after or self.begun)
+        """Return the lane for the next piece of a matmul, which starts after the point. The compute lanes alternate."""
+        lane = self._computing[self._next % len(self._computing)]
+        self._next += 1
+        lane.wait(after or self.start)
         return lane
 
     def collective(self, name: str, send: Tensor, recv: Tensor, *args: Any) -> None:
-        """comm.<name>(send, recv, *args) on the lane of communication."""
+        """Issue comm.<name>(send, recv, *args) on the communication lane."""
         method = getattr(self.nccl, name)
         self._launch(name, send, recv, partial(method, send, recv, *args, stream=self._stream, config=self.config))
 
     def send_recv(self, send: Tensor, target: int, recv: Tensor, source: int) -> None:
-        """One step of a ring."""
+        """Issue one step of a ring."""
 
         def launch() -> None:
             with pynccl.group():
@@ -268,7 +270,7 @@ class Lanes:
             launch()
 
     def observed(self, lane: Lane, name: str, reads: Sequence[Any], out: Tensor, issue: Callable[[], object]) -> None:
-        """Issue something on a lane, and tell the observers."""
+        """Issue work on a lane, and notify the observers."""
         timing = any(observer.timing for observer in self.observers)
         begin = lane.mark() if timing else None
         issue()
@@ -277,7 +279,7 @@ class Lanes:
             observer.ran(lane, name, reads, (out,), begin, end)
 
     def _handle(self) -> Any:
-        """That of the lane of communication; whose buffers are kept here."""
+        """Return the handle of the communication stream; its buffers are kept in `kept`."""
         stream = getattr(self.comm, "stream", None)
         if stream is None or isinstance(self.comm, HostLane):
             return stream
@@ -286,14 +288,14 @@ class Lanes:
         return handle
 
     def new_event(self) -> Any:
-        """One of CUDA, of the communicator's device; of an operation that has ended, if there is one."""
+        """Return a CUDA event of the communicator's device, if possible one of an earlier operation."""
         spare = _spare(self.nccl)
         self._events.append(spare.pop() if spare else torch.cuda.Event())
         return self._events[-1]
 
 
 def make_lanes(lanes: Lanes, comm: Communicator, compute_streams: int, priority: int) -> tuple[Lane, Lane, list[Lane]]:
-    """(main, comm, those of matmuls)"""
+    """Return (main, comm, lanes of matmuls)."""
     side: Any = side_stream(comm, priority)
     if comm.library.is_host:
         main: Lane = CallerLane("main", lanes)
@@ -306,15 +308,16 @@ def make_lanes(lanes: Lanes, comm: Communicator, compute_streams: int, priority:
     return main, _CudaLane("comm", lanes, side.stream), computing
 
 
-maker = make_lanes  # which tests replace
+maker = make_lanes  # tests replace it
 _seconds: dict[tuple[torch.device, int | None], Any] = {}
 _spares: weakref.WeakKeyDictionary[Communicator, list[Any]] = weakref.WeakKeyDictionary()
 
 
 def _second_stream(device: torch.device, main: Any) -> Any:
-    """The GPU's second stream for matmuls; made once, for all communicators: a process has 8 queues to a GPU. What is
-    captured into a CUDA graph has another one for each stream that captures: a graph keeps cuBLAS's workspace of its
-    streams, and may run beside other graphs and beside what is issued later."""
+    """Return the second stream for matmuls of a GPU.
+
+    All communicators share it, since a process has 8 queues to a GPU. For CUDA graphs, each capturing stream has its
+    own: a graph keeps the cuBLAS workspace of its streams, and may run concurrently with other graphs or later work."""
     key = device, main.cuda_stream if is_capturing(device) else None
     if key not in _seconds:
         _seconds[key] = torch.cuda.Stream(device)
@@ -322,7 +325,7 @@ def _second_stream(device: torch.device, main: Any) -> Any:
 
 
 def _spare(comm: Communicator) -> list[Any]:
-    """Events of operations that have ended."""
+    """Return the events of completed operations, for reuse."""
     found = _spares.get(comm)
     if found is None:
         found = _spares[comm] = []

@@ -1,4 +1,4 @@
-"""How much of the GPU communication may take from the matmuls beside it: NCCL's maxCTAs."""
+"""Limit how much of the GPU the communication takes from concurrent matmuls: NCCL's maxCTAs."""
 
 from __future__ import annotations
 
@@ -11,46 +11,46 @@ from pynccl import CollConfig, CommConfig, Communicator, NcclInvalidUsage
 from ..streams import is_capturing, share_side_streams
 from .config import OverlapConfig
 
-COLL_CONFIG_SINCE = (2, 31)  # collectives have a configuration of their own
+COLL_CONFIG_SINCE = (2, 31)  # NCCL version with a configuration per collective
 
-_capped: weakref.WeakKeyDictionary[Communicator, dict[int, Communicator]] = weakref.WeakKeyDictionary()
+_children: weakref.WeakKeyDictionary[Communicator, dict[int, Communicator]] = weakref.WeakKeyDictionary()
 
 
 def prepare(comm: Communicator, config: OverlapConfig) -> None:
-    """Make the communicators that this configuration needs besides: a collective of all ranks, which blocks."""
+    """Create the additional communicators that this configuration needs. A blocking collective."""
     if comm.size == 1:
         return
-    for one in (config, config.backward):
-        if one.method != "off":
-            limited(comm, one, "ring" if one.method == "auto" else one.method)
+    for each in (config, config.backward):
+        if each.method != "off":
+            limited(comm, each, "ring" if each.method == "auto" else each.method)
 
 
 def limited(comm: Communicator, config: OverlapConfig, method: str) -> tuple[Communicator, CollConfig | None]:
-    """(communicator, configuration of each collective) that keep to the limit.
+    """Return (communicator, configuration of each collective) that enforce the limit.
 
-    Before NCCL 2.31, and of send and recv, the limit is that of a communicator, which is split off when it is first
-    asked for, works on the side streams of the first, and ends with it."""
-    most = config.num_comm_ctas
-    if most is None:
+    Before NCCL 2.31, and for send and recv, the limit belongs to a communicator. A child communicator is split off on
+    first use; it shares the side streams of its parent, and ends with it."""
+    max_ctas = config.num_comm_ctas
+    if max_ctas is None:
         return comm, None
     if comm.library.version >= COLL_CONFIG_SINCE and method != "ring":
-        return comm, CollConfig(max_ctas=most)
-    return _with_cap(comm, most), None
+        return comm, CollConfig(max_ctas=max_ctas)
+    return _capped_child(comm, max_ctas), None
 
 
-def _with_cap(comm: Communicator, most: int) -> Communicator:
-    if comm.config is not None and comm.config.max_ctas == most:
+def _capped_child(comm: Communicator, max_ctas: int) -> Communicator:
+    if comm.config is not None and comm.config.max_ctas == max_ctas:
         return comm
-    made = _capped.setdefault(comm, {})
-    if most not in made:
+    children = _children.setdefault(comm, {})
+    if max_ctas not in children:
         if not comm.library.is_host and is_capturing(torch.device(comm.device)):
             raise NcclInvalidUsage(
-                f"num_comm_ctas={most} needs a communicator of its own, which cannot be made in the capture of a CUDA "
-                "graph: run one pass before it"
+                f"num_comm_ctas={max_ctas} needs a child communicator, which cannot be created during a CUDA graph "
+                "capture; run one pass before the capture"
             )
-        child = comm.split(0, comm.rank, CommConfig(max_ctas=most))
+        child = comm.split(0, comm.rank, CommConfig(max_ctas=max_ctas))
         assert child is not None
         share_side_streams(comm, child)
-        comm.dependents += (child,)
-        made[most] = child
-    return made[most]
+        comm._dependents += (child,)
+        children[max_ctas] = child
+    return children[max_ctas]

@@ -1,4 +1,4 @@
-"""Matmuls of stacks of rows into memory that is there, as the lanes run them."""
+"""Functions that lanes run: matmuls and sums of stacked rows, with `out=`."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from torch import Tensor
 
 
 def linear_rows(a: Tensor, w_t: Tensor, bias: Tensor | None = None, *, out: Tensor) -> None:
-    """out = a @ w_t (+ bias).   a [q, rows, k], w_t [k, n], out [q, rows, n]: of q ranks, whose rows may lie apart.
+    """out = a @ w_t (+ bias).   a [q, rows, k], w_t [k, n], out [q, rows, n]
 
-    out may be of another type."""
+    q: number of ranks, whose blocks of rows need not be adjacent in memory. out may have another data type."""
     if out.dtype is not a.dtype:
         product = a.new_empty(out.shape)
         linear_rows(a, w_t, bias, out=product)
         out.copy_(product)
     elif len(a) == 1 or (_is_flat(a) and _is_flat(out)):
         _linear(a.flatten(0, 1), w_t, bias, out.flatten(0, 1))
-    elif a.is_cuda:  # one kernel, which takes stacks that lie apart as they are
+    elif a.is_cuda:  # one kernel, without copies for strided stacks
         stack = w_t.expand(len(a), *w_t.shape)
         if bias is None:
             torch.bmm(a, stack, out=out)
         else:
             torch.baddbmm(bias, a, stack, out=out)
     else:
-        for part, into in zip(a, out, strict=True):
-            _linear(part, w_t, bias, into)
+        for rows, out_rows in zip(a, out, strict=True):
+            _linear(rows, w_t, bias, out_rows)
 
 
 def _linear(a: Tensor, w_t: Tensor, bias: Tensor | None, out: Tensor) -> None:
@@ -35,14 +35,14 @@ def _linear(a: Tensor, w_t: Tensor, bias: Tensor | None, out: Tensor) -> None:
 
 
 def _is_flat(stack: Tensor) -> bool:
-    """Whether the rows of all ranks lie one after the other."""
+    """Return whether the blocks of all ranks are adjacent in memory."""
     return stack.stride(0) == stack.shape[1] * stack.stride(1)
 
 
-def linear_plus(a: Tensor, w_t: Tensor, more: Tensor, *, out: Tensor) -> None:
-    """out = a @ w_t + more, all stacks."""
+def linear_plus(a: Tensor, w_t: Tensor, addend: Tensor, *, out: Tensor) -> None:
+    """out = a @ w_t + addend, all stacks."""
     linear_rows(a, w_t, out=out)
-    out.add_(more)
+    out.add_(addend)
 
 
 def outer_rows(g: Tensor, a: Tensor, *, out: Tensor) -> None:
@@ -51,7 +51,7 @@ def outer_rows(g: Tensor, a: Tensor, *, out: Tensor) -> None:
 
 
 def add_outer_rows(g: Tensor, a: Tensor, so_far: Tensor, *, out: Tensor) -> None:
-    """out = so_far + sum_q g_q.T @ a_q, where so_far is out."""
+    """out = so_far + sum_q g_q.T @ a_q; so_far is out."""
     _outer(g, a, out, first=False)
 
 
@@ -59,7 +59,7 @@ def _outer(g: Tensor, a: Tensor, out: Tensor, first: bool) -> None:
     if _is_flat(g) and _is_flat(a):
         g, a = g.flatten(0, 1)[None], a.flatten(0, 1)[None]
     for rows, others in zip(g, a, strict=True):
-        if out.dtype is not g.dtype:  # sums of several products are kept wider than the products
+        if out.dtype is not g.dtype:  # sums of several products have a wider type than the products
             product = torch.mm(rows.t(), others)
             out.copy_(product) if first else out.add_(product)
         elif first:
@@ -70,13 +70,13 @@ def _outer(g: Tensor, a: Tensor, out: Tensor, first: bool) -> None:
 
 
 def copy(source: Tensor, *, out: Tensor) -> None:
-    """out = source, in the type of out."""
+    """out = source, converted to the type of out."""
     out.copy_(source)
 
 
-def add(more: Tensor, so_far: Tensor, *, out: Tensor) -> None:
-    """out = so_far + more, where so_far is out."""
-    out.add_(more)
+def add(addend: Tensor, so_far: Tensor, *, out: Tensor) -> None:
+    """out = so_far + addend; so_far is out."""
+    out.add_(addend)
 
 
 def sum_rows(rows: Tensor, *, out: Tensor) -> None:
@@ -85,14 +85,14 @@ def sum_rows(rows: Tensor, *, out: Tensor) -> None:
 
 
 def add_sum_rows(rows: Tensor, so_far: Tensor, *, out: Tensor) -> None:
-    """out = so_far + sum over all rows, where so_far is out."""
+    """out = so_far + sum over all rows; so_far is out."""
     out.add_(rows.flatten(0, -2).sum(0, dtype=out.dtype))
 
 
 def sum_in_order(parts: Tensor, *, out: Tensor) -> None:
-    """out = parts[0] + parts[1] + .. in this order, in float32 at least; the same bits however many rows there are.
+    """out = parts[0] + parts[1] + .. in this order, in at least float32.   parts [p, rows, n] -> [rows, n]
 
-    parts [p, rows, n] -> [rows, n]"""
+    The bits of a row do not depend on the number of rows."""
     if parts.dtype.itemsize >= 4 and out.dtype is parts.dtype:
         torch.add(parts[0], parts[1], out=out)
         for part in parts[2:]:

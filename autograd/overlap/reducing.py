@@ -1,6 +1,6 @@
-"""Partial products, summed over the ranks as they are made: by slices, around the ring, by exchange, or all at once.
+"""Sums of partial products over the ranks, while the products are computed: by slices, ring, exchange, or in bulk.
 
-N ranks, this rank r. The whole are N*m rows (reduce-scatter: rank r keeps its m) or any number of rows M (all-reduce).
+N ranks, this rank r. A reduce-scatter sums N*m rows, of which rank r keeps its m; an all-reduce sums any number M.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .gathering import Cut, bounds
+from .gathering import Chunking, bounds
 from .lanes import Lane, Lanes, Point
 from .matmul import add, copy, linear_plus, linear_rows, sum_in_order
 from .workspace import Workspace
@@ -21,10 +21,11 @@ from .workspace import Workspace
 class Sums(NamedTuple):
     """out = sum over the ranks of a @ w_t + more.
 
-    a      [N, m, k] of a reduce-scatter, [1, M, k] of an all-reduce; more [.., n] alike, or None
+    a      reduce-scatter [N, m, k], all-reduce [1, M, k]
+    more   reduce-scatter [N, m, n], all-reduce [1, M, n]; or None
     w_t    [k, n]
-    out    [m, n] of a reduce-scatter, [M, n] of an all-reduce
-    dtype  in which the sums travel"""
+    out    reduce-scatter [m, n], all-reduce [M, n]
+    dtype  in which the sums are communicated"""
 
     lanes: Lanes
     work: Workspace
@@ -35,14 +36,14 @@ class Sums(NamedTuple):
     more: Tensor | None = None
 
     def multiply(self, lane: Lane, ranks: slice, at: slice, into: Tensor) -> None:
-        """Make this rank's partial product of some rows.   into [q, n, ..]"""
+        """Compute this rank's partial product of some rows.   into [q, n, ..]"""
         if self.more is None:
             lane.run(linear_rows, self.a[ranks, at], self.w_t, out=into)
         else:
             lane.run(linear_plus, self.a[ranks, at], self.w_t, self.more[ranks, at], out=into)
 
     def send(self, at: slice, into: Tensor) -> None:
-        """Make it of a slice of all ranks' rows; the lane of communication then waits for it."""
+        """Compute the partial product of a slice of all ranks' rows, and let the communication lane wait for it."""
         lane = self.lanes.compute()
         self.multiply(lane, slice(0, len(self.a)), at, into)
         self.lanes.comm.wait(lane.record())
@@ -52,38 +53,38 @@ class Sums(NamedTuple):
         return self.dtype is not self.out.dtype
 
     def buffer(self, role: str, *shape: int) -> Tensor:
-        """Memory [*shape, n] in the type that travels."""
+        """Return a buffer [*shape, n] of the data type in which sums are communicated."""
         return self.work.empty(role, (*shape, self.out.shape[1]), self.out, self.dtype)
 
     def total(self) -> Tensor:
-        """Where the sums arrive: `out`, or what is to be converted to it."""
+        """Return the buffer for the sums: `out`, or one that is converted to it afterwards."""
         return self.buffer("total", len(self.out)) if self.converts else self.out
 
 
-def nothing() -> None:
-    """No other work."""
+def no_op() -> None:
+    """Do no_op."""
 
 
 def reduce_scatter(
-    sums: Sums, cut: Cut, meanwhile: Callable[[], None] = nothing, begin: Callable[[], None] = nothing
+    sums: Sums, chunking: Chunking, meanwhile: Callable[[], None] = no_op, begin: Callable[[], None] = no_op
 ) -> None:
-    """The sums of this rank's rows, when the lanes have been joined.
+    """Launch the sums of this rank's rows. They are complete when the lanes have been joined.
 
-    meanwhile()  issues other work of the caller's, which hides the last of the sums
-    begin()      launches what is to travel before the sums; all buffers are there"""
-    if cut.method == "ring":
+    meanwhile()  issues other work of the caller, which hides the last sums
+    begin()      launches the communication that precedes the sums, after all buffers have been allocated"""
+    if chunking.method == "ring":
         _scatter_around_the_ring(sums, meanwhile, begin)
     else:
-        _scatter_by_slices(sums, bounds(len(sums.out), cut.chunks), cut.method == "exchange", begin)
+        _scatter_by_slices(sums, bounds(len(sums.out), chunking.chunks), chunking.method == "exchange", begin)
         meanwhile()
 
 
 def _scatter_by_slices(sums: Sums, chunks: list[slice], exchange: bool, begin: Callable[[], None]) -> None:
-    """Each slice is cut out of every rank's rows, so that all ranks' sums of it can begin."""
+    """Each slice contains rows of every rank, so that the sums for all ranks can start."""
     lanes, size = sums.lanes, sums.lanes.nccl.size
     partial = sums.buffer("partial", size * len(sums.out))
     received = sums.buffer("received", size * len(sums.out)) if exchange else partial
-    window = sums.work.window  # then a call's result arrives in one too, in place: see from_window
+    window = sums.work.window  # then results are received in the window too, in place: see from_window
     total = sums.out if exchange or window else sums.total()
     begin()
     for at in chunks:
@@ -102,12 +103,12 @@ def _scatter_by_slices(sums: Sums, chunks: list[slice], exchange: bool, begin: C
 
 
 def _scatter_around_the_ring(sums: Sums, meanwhile: Callable[[], None], begin: Callable[[], None]) -> None:
-    """Step i makes the partial product for rank r-1-i, adds what the rank before has summed for it, and passes it on.
+    """In step i, compute the partial product for rank r-1-i, add the sum from the previous rank, and send it on.
 
-    The own rows come last. Two buffers take turns: one is sent while the next is made."""
+    This rank's own rows come last. Two buffers alternate: one is sent while the other is computed."""
     lanes, rank, size = sums.lanes, sums.lanes.nccl.rank, sums.lanes.nccl.size
-    whole = slice(0, len(sums.out))
-    made = sums.buffer("partial", 2, len(sums.out))
+    full = slice(0, len(sums.out))
+    products = sums.buffer("partial", 2, len(sums.out))
     received = sums.buffer("received", len(sums.out))
     total = sums.total()
     begin()
@@ -116,8 +117,8 @@ def _scatter_around_the_ring(sums: Sums, meanwhile: Callable[[], None], begin: C
     for step in range(size):
         target = (rank - 1 - step) % size
         last = step == size - 1
-        into = total if last else made[step % 2]
-        sums.multiply(main, slice(target, target + 1), whole, into[None])
+        into = total if last else products[step % 2]
+        sums.multiply(main, slice(target, target + 1), full, into[None])
         if last:
             meanwhile()
         if arrived is not None:
@@ -131,17 +132,17 @@ def _scatter_around_the_ring(sums: Sums, meanwhile: Callable[[], None], begin: C
             main.run(copy, into, out=sums.out)
 
 
-def all_reduce(sums: Sums, cut: Cut, there: Callable[[slice], None] = lambda at: None) -> None:
-    """The sums of all rows, when the lanes have been joined.
+def all_reduce(sums: Sums, chunking: Chunking, on_issued: Callable[[slice], None] = lambda at: None) -> None:
+    """Launch the sums of all rows. They are complete when the lanes have been joined.
 
-    there(rows)  called when all that makes some rows of `out` was issued on the lane of communication"""
-    if cut.method == "ring":
+    on_issued(rows)  called when all work that produces these rows of `out` has been issued on the communication lane"""
+    if chunking.method == "ring":
         _reduce_around_the_ring(sums)
-        there(slice(0, len(sums.out)))
+        on_issued(slice(0, len(sums.out)))
         return
-    chunks = bounds(len(sums.out), cut.chunks)
-    if cut.method == "exchange":
-        _reduce_by_exchange(sums, chunks, there)
+    chunks = bounds(len(sums.out), chunking.chunks)
+    if chunking.method == "exchange":
+        _reduce_by_exchange(sums, chunks, on_issued)
         return
     lanes, window = sums.lanes, sums.work.window
     total = sums.buffer("partial", len(sums.out)) if window else sums.total()
@@ -150,40 +151,41 @@ def all_reduce(sums: Sums, cut: Cut, there: Callable[[slice], None] = lambda at:
         lanes.collective("all_reduce", total[at], total[at])
         if window or sums.converts:
             lanes.comm.run(copy, total[at], out=sums.out[at])
-        there(at)
+        on_issued(at)
 
 
-def _reduce_by_exchange(sums: Sums, chunks: list[slice], there: Callable[[slice], None]) -> None:
-    """Each rank sums its share of a slice, and gives it to the others. Shares are of equal size: the last may have rows
-    that nobody has made and nobody reads."""
+def _reduce_by_exchange(sums: Sums, chunks: list[slice], on_issued: Callable[[slice], None]) -> None:
+    """Each rank sums its shard of a slice; an all-gather distributes the result.
+
+    Shards have equal sizes: the last one may end with uninitialized rows, which are not read."""
     lanes, size = sums.lanes, sums.lanes.nccl.size
-    shares = [-(-(at.stop - at.start) // size) for at in chunks]
-    partial = sums.buffer("partial", size * sum(shares))
-    received = sums.buffer("received", size * sum(shares))
-    own = sums.work.empty("total", (sum(shares), sums.out.shape[1]), sums.out, sums.out.dtype)
+    shards = [-(-(at.stop - at.start) // size) for at in chunks]
+    partial = sums.buffer("partial", size * sum(shards))
+    received = sums.buffer("received", size * sum(shards))
+    local = sums.work.empty("total", (sum(shards), sums.out.shape[1]), sums.out, sums.out.dtype)
     window = sums.work.window
-    apart = [share for at, share in zip(chunks, shares, strict=True) if window or at.stop - at.start < size * share]
+    apart = [shard for at, shard in zip(chunks, shards, strict=True) if window or at.stop - at.start < size * shard]
     gathered = sums.work.empty("gathered", (size * max(apart, default=0), sums.out.shape[1]), sums.out)
     done = 0
-    for at, share in zip(chunks, shares, strict=True):
-        here, rows = slice(size * done, size * (done + share)), at.stop - at.start
+    for at, shard in zip(chunks, shards, strict=True):
+        here, rows = slice(size * done, size * (done + shard)), at.stop - at.start
         sent, parts = partial[here], received[here].unflatten(0, (size, -1))
         sums.send(at, sent[:rows][None])
         lanes.collective("all_to_all", sent, parts)
-        mine = own[done : done + share]
-        lanes.comm.run(sum_in_order, parts, out=mine)
-        if rows == size * share and not window:
-            lanes.collective("all_gather", mine, sums.out[at])
+        summed = local[done : done + shard]
+        lanes.comm.run(sum_in_order, parts, out=summed)
+        if rows == size * shard and not window:
+            lanes.collective("all_gather", summed, sums.out[at])
         else:
-            whole = gathered[: size * share]
-            lanes.collective("all_gather", mine, whole)
-            lanes.comm.run(copy, whole[:rows], out=sums.out[at])
-        there(at)
-        done += share
+            full = gathered[: size * shard]
+            lanes.collective("all_gather", summed, full)
+            lanes.comm.run(copy, full[:rows], out=sums.out[at])
+        on_issued(at)
+        done += shard
 
 
 def _reduce_around_the_ring(sums: Sums) -> None:
-    """The reduce-scatter around the ring, and the sums around it once more. Blocks of rows may differ by a row."""
+    """A ring reduce-scatter, then a ring all-gather of the sums. Sizes of blocks differ by at most one row."""
     lanes, rank, size = sums.lanes, sums.lanes.nccl.rank, sums.lanes.nccl.size
     main, total = lanes.main, sums.total()
     blocks = _blocks(len(total), size)
@@ -207,6 +209,6 @@ def _reduce_around_the_ring(sums: Sums) -> None:
 
 
 def _blocks(rows: int, size: int) -> list[slice]:
-    """One for each rank; some are empty if there are fewer rows than ranks."""
+    """Return one block per rank; some are empty if there are fewer rows than ranks."""
     ends = [rows * j // size for j in range(size + 1)]
     return [slice(begin, end) for begin, end in itertools.pairwise(ends)]

@@ -1,4 +1,4 @@
-"""What overlap did in some steps, layer by layer: efficiency, exposed time, which way was taken and why."""
+"""A report of overlap per layer: efficiency, exposed time, the chosen schedule and the reason."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _FORWARD = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
 @dataclass(frozen=True)
 class Row:
-    """One pass of one layer. Times in seconds, medians over its calls; nan where nothing was overlapped.
+    """One pass of one layer. Times are medians over its calls in seconds; nan if the pass did not overlap.
 
     layer       name in the model, or type, sizes and a number
     what        "forward" or "backward"
-    pattern     as `Decision` calls it
-    decision    the last one: method, chunks, reason, what was tried
-    calls       how often it ran, or went without overlap
-    comm, mm    in which something travelled, and was multiplied
-    wall        from begin to end
-    exposed     wall - mm: what the communication added
-    efficiency  the part of what can be hidden that was: 1.0 is the ideal, 0.0 one after the other
+    pattern     as in `Decision`
+    decision    the latest `Decision`: method, chunks, reason, times of the trial
+    calls       number of calls, with or without overlap
+    comm, mm    time of communication, and of matmuls
+    wall        time from begin to end
+    exposed     wall - mm: time that the communication adds
+    efficiency  hidden time / time that can be hidden: 1.0 is ideal, 0.0 is no overlap
     """
 
     layer: str
@@ -49,18 +49,18 @@ class Row:
 
 
 class Report(Trace):
-    """`report()` gives one; print it after the block, or read `rows()`."""
+    """The result of `report()`; print it after the block, or read `rows()`."""
 
     def __init__(self, model: torch.nn.Module | None = None) -> None:
         super().__init__()
         named = dict(model.named_modules()) if model else {}
         self._named = {id(module): name or "model" for name, module in named.items()}
         self._overlapping = [name or "model" for name, module in named.items() if _may_overlap(module)]
-        self._owners: list[Any] = []  # kept, so that no number is given twice
+        self._owners: list[Any] = []  # strong references, so that numbers stay unique
         self._decided: dict[tuple[str, str], list[Decision]] = {}
 
     def name(self, owner: Any) -> str:
-        """What a layer is called: its name in the model; else its type, its sizes and a number."""
+        """Return the name of a layer: its name in the model, or its type, sizes and a number."""
         if owner is None:
             return "(function)"
         if id(owner) in self._named:
@@ -76,18 +76,20 @@ class Report(Trace):
         self._decided.setdefault((self.name(owner), decision.pattern), []).append(decision)
 
     def rows(self) -> list[Row]:
-        """Layers in the order in which they were first seen; the forward pass of each before its backward pass. Once a
-        pass is decided, of its calls since then."""
+        """Return the passes of all layers in the order of their first calls, a forward pass before its backward pass.
+
+        After the decision of a trial, a row covers only the calls since then."""
         ran: dict[tuple[str, str], list[Operation]] = {}
         for operation in self.operations():
             ran.setdefault((operation.owner, operation.pattern), []).append(operation)
         rows = []
         for key in dict.fromkeys((*ran, *self._decided)):
-            said, ones = self._decided.get(key, []), ran.get(key, [])
-            if said and said[-1].settled:
-                said = [one for one in said if one.settled and one.way == said[-1].way]
-                ones = [one for one in ones if one.decision.settled and one.decision.way == said[-1].way]
-            rows.append(_measured(*key, ones) if ones else _off(*key, said))
+            decisions, operations = self._decided.get(key, []), ran.get(key, [])
+            if decisions and decisions[-1].settled:
+                schedule = decisions[-1].schedule
+                decisions = [one for one in decisions if one.settled and one.schedule == schedule]
+                operations = [one for one in operations if one.decision.settled and one.decision.schedule == schedule]
+            rows.append(_measured(*key, operations) if operations else _off(*key, decisions))
         order = {name: at for at, name in enumerate(dict.fromkeys(row.layer for row in rows))}
         return sorted(rows, key=lambda row: (order[row.layer], row.what == "backward"))
 
@@ -99,11 +101,11 @@ class Report(Trace):
         table = [_HEADINGS, *(_cells(row) for row in rows)]
         widths = [max(len(line[at]) for line in table) for at in range(len(_HEADINGS))]
         lines = [_line(line, widths) for line in table]
-        whys = dict.fromkeys(f"  {row.layer}, {row.what}: {row.decision.reason}{_drift(row)}" for row in rows)
-        return "\n".join([*lines, *whys, *unseen])
+        reasons = dict.fromkeys(f"  {row.layer}, {row.what}: {row.decision.reason}{_drift(row)}" for row in rows)
+        return "\n".join([*lines, *reasons, *unseen])
 
 
-_UNSEEN = "nothing that could overlap was seen: not called, no backward pass, or compiled (torch.compile drops overlap)"
+_UNSEEN = "no overlap observed: not called, no backward pass, or compiled (torch.compile disables overlap)"
 
 
 _HEADINGS = ("layer", "pass", "chosen", "calls", "comm us", "mm us", "wall us", "exposed us", "efficiency")
@@ -120,7 +122,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     return (
         row.layer,
         row.what,
-        row.decision.way,
+        row.decision.schedule,
         str(row.calls),
         *times,
         "-" if math.isnan(row.wall) else f"{row.efficiency:.2f}",
@@ -128,23 +130,23 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def _drift(row: Row) -> str:
-    """What is to be said where a way has become slower than off was."""
+    """Return a hint if the chosen schedule has become slower than "off" was in the trial."""
     off = row.decision.tried.get("off", math.inf)
     if not row.decision.settled or not row.wall > off:
         return ""
-    return f"; now {row.wall * 1e3:.3g} ms, slower than off was: ad.overlap.retry(layer) tries anew"
+    return f"; now {row.wall * 1e3:.3g} ms, slower than off was in the trial: call ad.overlap.retry(layer)"
 
 
 def _what(pattern: str) -> str:
     return "forward" if pattern in _FORWARD else "backward"
 
 
-def _measured(owner: str, pattern: str, ones: Sequence[Operation]) -> Row:
+def _measured(owner: str, pattern: str, operations: Sequence[Operation]) -> Row:
     def median(name: str) -> float:
-        return statistics.median(getattr(one, name) for one in ones)
+        return statistics.median(getattr(one, name) for one in operations)
 
     seconds = (median(name) for name in ("comm", "compute", "wall", "exposed", "efficiency"))
-    return Row(owner, _what(pattern), pattern, ones[-1].decision, len(ones), *seconds)
+    return Row(owner, _what(pattern), pattern, operations[-1].decision, len(operations), *seconds)
 
 
 def _off(owner: str, pattern: str, decisions: Sequence[Decision]) -> Row:
@@ -153,7 +155,7 @@ def _off(owner: str, pattern: str, decisions: Sequence[Decision]) -> Row:
 
 
 def _may_overlap(module: torch.nn.Module) -> bool:
-    """Whether it is a layer that overlaps when it is called by itself."""
+    """Return whether the module is a layer that overlaps when it is called directly."""
     kind, comm = (attribute(module, name) for name in ("kind", "comm"))
     if kind not in ("column", "row") or attribute(comm, "size") == 1 or attribute(module, "gather_input") is False:
         return False
@@ -163,16 +165,17 @@ def _may_overlap(module: torch.nn.Module) -> bool:
 
 @contextlib.contextmanager
 def report(model: torch.nn.Module | None = None) -> Iterator[Report]:
-    """What overlap does in the block, of all layers of this process.
+    """Report the overlap of all layers of this process in the block.
 
         with ad.overlap.report(model) as report:
             for _ in range(10):
                 train_step(model)
         print(report)
 
-    model  gives the layers their names, and tells those that were not seen: torch.compile takes the way without
-           overlap, of which nothing is in the report. The marks cost some microseconds a piece; medians over the
-           calls are shown."""
-    found = Report(model)
-    with observing(found):
-        yield found
+    model  names the layers; the report then also lists layers without observed overlap, for example because
+           torch.compile has disabled it
+
+    Each measurement takes some microseconds. The report shows medians over the calls."""
+    result = Report(model)
+    with observing(result):
+        yield result

@@ -1,4 +1,4 @@
-"""Slices of a matmul_all_reduce that are handed out while the others are under way."""
+"""Slices of a matmul_all_reduce that the caller can use while the next ones are still running."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from .lanes import Lanes, Point
 
 
-class Flight:
+class PendingSlices:
     """An all-reduce that the caller waits for slice by slice."""
 
     def __init__(self) -> None:
@@ -22,17 +22,17 @@ class Flight:
         self._lanes: Lanes | None = None
         self._open = ExitStack()
 
-    def depart(self, lanes: Lanes, at: slice) -> None:
-        """All that makes these rows was issued."""
+    def add(self, lanes: Lanes, at: slice) -> None:
+        """Add a slice whose work has been issued."""
         self.rows.append(at)
         self._points.append(lanes.comm.record())
 
-    def take(self, lanes: Lanes, opened: ExitStack) -> None:
-        """The lanes, and what ends them."""
-        self._lanes, self._open = lanes, opened
+    def attach(self, lanes: Lanes, resources: ExitStack) -> None:
+        """Take over the lanes, and the context managers that end them."""
+        self._lanes, self._open = lanes, resources
 
     def wait(self, at: int) -> None:
-        """The caller's stream, or on the CPU the caller, waits for a slice; with the last one, for all."""
+        """Let the caller's stream, or on the CPU the caller, wait for a slice. The last slice waits for all work."""
         lanes = self._lanes
         if lanes is None:
             return
@@ -45,9 +45,9 @@ class Flight:
         if at == len(self._points) - 1:
             self.end()
 
-    def parts(self, y: Tensor) -> tuple[Tensor, ...]:
-        """The slices of y."""
-        return tuple(_apart(y[at]) for at in self.rows)
+    def slices(self, y: Tensor) -> tuple[Tensor, ...]:
+        """Return the slices of y."""
+        return tuple(_not_a_view(y[at]) for at in self.rows)
 
     def end(self) -> None:
         if self._lanes is not None:
@@ -56,44 +56,44 @@ class Flight:
 
 
 class Slices(Sequence[Tensor]):
-    """The rows of a result, slice by slice: getting one waits until it is there, and for those before it.
+    """The rows of a result, slice by slice. Indexing waits for this slice and all previous ones.
 
         for y in ad.matmul_all_reduce(x, w, comm, hand_off=True):
-            z.append(norm(y))                       # while the next slice is under way
+            z.append(norm(y))                       # while the next slice is running
 
-    Each slice is a tensor of its own, [rows, out], differentiable; `rows` are where they lie in the whole, `whole()` is
-    all of them. The stream that waits is the one under which the call was made."""
+    Each slice is a differentiable tensor [rows, out]. `rows` has the positions of the slices in the full result, which
+    `whole()` returns. The stream that waits is the one on which the call was made."""
 
-    def __init__(self, parts: Sequence[Tensor], flight: Flight) -> None:
-        self._parts, self._flight, self._got = parts, flight, 0
-        self.rows = tuple(flight.rows) or (slice(0, len(parts[0])),)
+    def __init__(self, slices: Sequence[Tensor], pending: PendingSlices) -> None:
+        self._slices, self._pending, self._ready = slices, pending, 0
+        self.rows = tuple(pending.rows) or (slice(0, len(slices[0])),)
 
     def __len__(self) -> int:
-        return len(self._parts)
+        return len(self._slices)
 
     def __getitem__(self, at: Any) -> Any:
         if isinstance(at, slice):
             return [self[i] for i in range(*at.indices(len(self)))]
         at = range(len(self))[at]
-        while self._got <= at:
-            self._flight.wait(self._got)
-            self._got += 1
-        return self._parts[at]
+        while self._ready <= at:
+            self._pending.wait(self._ready)
+            self._ready += 1
+        return self._slices[at]
 
     def __iter__(self) -> Iterator[Tensor]:
         return (self[at] for at in range(len(self)))
 
     def whole(self) -> Tensor:
-        """All rows, [s, out]."""
+        """Return all rows, [s, out]."""
         return torch.cat(list(self))
 
     def __del__(self) -> None:
-        flight = getattr(self, "_flight", None)
-        if flight is not None:  # its memory must not be used anew while it is still written to
+        pending = getattr(self, "_pending", None)
+        if pending is not None:  # its memory must not be reused while it is still written to
             with contextlib.suppress(Exception):
-                flight.end()
+                pending.end()
 
 
-def _apart(rows: Tensor) -> Tensor:
-    """The same memory as a tensor that is no view, so that it may be changed in place as any other."""
+def _not_a_view(rows: Tensor) -> Tensor:
+    """Return a tensor of the same memory that is not a view for autograd, so that it can be modified in place."""
     return rows.new_empty(0).set_(rows.untyped_storage(), rows.storage_offset(), rows.shape, rows.stride())

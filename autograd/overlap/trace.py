@@ -1,6 +1,6 @@
-"""What overlapped operations did, and when: their events as intervals on lanes, and totals of each.
+"""Timings of overlapped operations: their work as intervals on lanes, and totals of each.
 
-`ad.trace` (tracing/) shows these, too, beside all else that a step does, and writes a file for Perfetto."""
+`ad.trace` (tracing/) shows everything that a step does, and writes a file for Perfetto."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from pynccl.comm.observers import Observer, observing
 from .lanes import Lane, Lanes, Point, seconds_between
 
 COMM = "comm"
-# Work of these names is communication also where it runs on the caller's stream, one thing after the other.
+# Work with these names is communication, even if it runs on the caller's stream without overlap.
 _COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send_recv")
 
 
 class Interval(NamedTuple):
     """A piece of work.
 
-    lane        "main", "second" or "comm": all communication is there
-    number      the how many-th of its name in the operation, from 0
-    begin, end  seconds from the operation's begin
-    shape       of what it writes, and its bytes
+    lane        "main", "second" or "comm", which has all communication
+    number      index among the work of the same name in the operation, from 0
+    begin, end  seconds since the operation began
+    shape       of the output;  nbytes: its size
     """
 
     lane: str
@@ -40,13 +40,13 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class Operation:
-    """One pass of a layer that has ended. Plain values: it can be pickled.
+    """One completed pass of a layer. It holds plain values and can be pickled.
 
-    owner    name of the layer's type; "" of a function that was called by itself
-    pattern  as `Decision` calls it; "" where nothing was decided
-    start    seconds: of time.perf_counter() on the CPU, on a GPU from the begin of the trace's first operation
-    wall     seconds from the caller's begin to where his stream has waited for all the others
-    decision by what, with its reason
+    owner    name of the layer's type; "" for a function called without a layer
+    pattern  as in `Decision`; "" if there was no decision
+    start    seconds: time.perf_counter() on the CPU; on a GPU, since the begin of the trace's first operation
+    wall     seconds from the begin to the point where the caller's stream has waited for the other streams
+    decision the `Decision` of the pass
     """
 
     owner: str
@@ -60,29 +60,29 @@ class Operation:
 
     @property
     def comm(self) -> float:
-        """Seconds in which something travels, waits for peers included."""
+        """Seconds of communication, including waits for peers."""
         return _covered(one for one in self.intervals if one.lane == COMM)
 
     @property
     def compute(self) -> float:
-        """Seconds in which something is computed."""
+        """Seconds of computation."""
         return _covered(one for one in self.intervals if one.lane != COMM)
 
     @property
     def exposed(self) -> float:
-        """Seconds in which nothing is computed."""
+        """Seconds without computation."""
         return self.wall - self.compute
 
     @property
     def efficiency(self) -> float:
-        """The part of what can be hidden that was: 1.0 is the ideal, 0.0 one after the other."""
+        """Hidden time / time that can be hidden: 1.0 is ideal, 0.0 is no overlap."""
         comm, compute = self.comm, self.compute
-        can = min(comm, compute)
-        return (comm + compute - self.wall) / can if can > 0 else 0.0
+        hideable = min(comm, compute)
+        return (comm + compute - self.wall) / hideable if hideable > 0 else 0.0
 
 
 def _covered(intervals: Iterator[Interval]) -> float:
-    """Seconds that lie in at least one of the intervals."""
+    """Return the seconds that at least one of the intervals covers."""
     seconds = upto = 0.0
     for begin, end in sorted((one.begin, one.end) for one in intervals):
         seconds += max(0.0, end - max(begin, upto))
@@ -92,7 +92,7 @@ def _covered(intervals: Iterator[Interval]) -> float:
 
 @dataclass
 class _Record:
-    """An operation whose marks may not have happened yet. No layer is kept."""
+    """An operation that may still be running. It holds no reference to the layer."""
 
     begin: Any
     work: list[Interval]
@@ -102,16 +102,15 @@ class _Record:
 
 
 class Trace(Observer):
-    """Records what runs on lanes.
+    """An observer that records the work of lanes.
 
         with recording() as trace:
             layer(x).sum().backward()
         for operation in trace.operations():
             print(operation.owner, operation.efficiency)
 
-    Operations that have not ended, or were broken off, are not in it. On a GPU its marks are events with times, which
-    cost little; on the CPU they are moments of one clock. Not for what is captured into a CUDA graph: the events of a
-    graph have no times."""
+    It contains completed operations only. On a GPU, marks are timing events, which are cheap; on the CPU, clock times.
+    It cannot record CUDA graph captures, since events of a graph have no times."""
 
     timing = True
 
@@ -120,10 +119,10 @@ class Trace(Observer):
         self._ended: list[_Record] = []
         self._resolved: list[Operation] = []
         self._first: Any = None  # mark at which the first operation began
-        self._lock = threading.Lock()  # a backward pass runs in threads of its own
+        self._lock = threading.Lock()  # the backward pass runs in other threads
 
     def ran(self, lane: Lane, name: str, reads: Sequence[Any], writes: Sequence[Any], begin: Any, end: Any) -> None:
-        """See Observer. Marks of the lane may not have happened yet; no tensor is kept."""
+        """See Observer. Marks may be pending. No tensor is kept alive."""
         work = self._record(lane.lanes).work
         row = COMM if name in _COLLECTIVES else lane.name
         number = sum(one.what == name for one in work)
@@ -131,11 +130,11 @@ class Trace(Observer):
         work.append(Interval(row, name, number, begin, end, shape, sum(one.nbytes for one in writes)))
 
     def name(self, owner: Any) -> str:
-        """What a layer is called in the trace."""
+        """Return the name of a layer in the trace."""
         return "" if owner is None else type(owner).__name__
 
     def recorded(self, lane: Lane, point: Point) -> None:
-        """See Observer. The first point of all is the caller's, at which the operation begins."""
+        """See Observer. The first point is recorded on the caller's lane when the operation begins."""
         self._record(lane.lanes)
 
     def closed(self, lanes: Lanes) -> None:
@@ -156,39 +155,39 @@ class Trace(Observer):
             return found
 
     def operations(self) -> list[Operation]:
-        """Those that have ended, in the order in which they did. Waits for them."""
+        """Return the completed operations in the order of their end, after waiting for them."""
         with self._lock:
             ended, self._ended = self._ended, []
             for record in ended:
                 if hasattr(record.end, "synchronize"):
-                    record.end.synchronize()  # the caller's stream has waited for the others: all marks have happened
+                    record.end.synchronize()  # after it, all marks are complete
                 self._resolved.append(_resolve(record, self._first))
             return list(self._resolved)
 
 
 @contextlib.contextmanager
 def recording() -> Iterator[Trace]:
-    """Record the operations that begin in the block, of all threads."""
+    """Record the operations that begin in the block, in all threads."""
     trace = Trace()
     with observing(trace):
         yield trace
 
 
 def _resolve(record: _Record, first: Any) -> Operation:
-    """first: mark at which the first operation began"""
+    """first: mark of the begin of the first operation"""
     start = record.begin if isinstance(record.begin, float) else seconds_between(first, record.begin)
     intervals = []
     for one in record.work:
         begin, end = (seconds_between(record.begin, mark) for mark in (one.begin, one.end))
         intervals.append(one._replace(begin=begin, end=end))
-    said = record.decision
+    decision = record.decision
     return Operation(
         record.owner,
-        getattr(said, "pattern", ""),
-        getattr(said, "method", ""),
-        getattr(said, "chunks", 1),
+        getattr(decision, "pattern", ""),
+        getattr(decision, "method", ""),
+        getattr(decision, "chunks", 1),
         start,
         seconds_between(record.begin, record.end),
         tuple(intervals),
-        said,
+        decision,
     )

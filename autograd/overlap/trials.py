@@ -1,8 +1,8 @@
-"""The ways that a pass of a layer may go, and the trial of them.
+"""The schedules that a pass of a layer can use, and the trial that chooses among them.
 
-A trial runs the ways by turns, in the steps of the program, each of which computes the result. Which way a call takes
-follows from its arguments and a counter, so it is the same on all ranks; what it took is read when all have had their
-turns, and then every rank makes the same choice from the times of all ranks.
+A trial alternates between the candidates in the steps of the program; each of them computes the result. The schedule of
+a call depends on its arguments and a counter only, so it is the same on all ranks. The times are read when all
+candidates have had their calls. Every rank then makes the same choice from the times of all ranks.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ PATTERNS = (
     "row_backward",
     "copy_backward",
 )
-GATHER = ("all_gather_matmul", "row_backward")  # rows; the others sum them
+GATHER = ("all_gather_matmul", "row_backward")  # gather rows; the others sum them
 ALL_REDUCE = ("matmul_all_reduce", "copy_backward")
-HAVE_WGRAD = ("column_backward", "copy_backward")  # a matmul that needs nothing of what travels meanwhile
+HAVE_WGRAD = ("column_backward", "copy_backward")  # the wgrad matmul does not depend on the collective
 SLICES = (2, 4, 8)
-MOST_CALLS, MOST_ROUNDS = 24, 8  # of a trial: the call after it goes as was decided
-TIE = 0.97  # what takes more of the time of "off" has gained nothing
-FEWEST_FLOP = 2e7  # on a CPU; less is done before a second thread has woken up: 0.4 ms at 50 GFLOP/s
-FEWEST_ROWS = {"cpu": 32, "cuda": 512}  # of all ranks together, of a layer and of a slice
-NEVER = 1 << 62  # nanoseconds of a way that was not timed
+MAX_CALLS, MAX_ROUNDS = 24, 8  # of a trial; the next call uses the chosen schedule
+TIE = 0.97  # a schedule that takes more than this fraction of the time of "off" is no gain
+MIN_FLOP = 2e7  # on a CPU; smaller matmuls finish before a second thread wakes up: 0.4 ms at 50 GFLOP/s
+MIN_ROWS = {"cpu": 32, "cuda": 512}  # of all ranks together, for a layer and for a slice
+NOT_TIMED = 1 << 62  # nanoseconds
 
 
-class Way(NamedTuple):
-    """method "off", "bulk", "slices", "exchange" or "ring"; chunks of slices and exchange"""
+class Schedule(NamedTuple):
+    """method: "off", "bulk", "slices", "exchange" or "ring". chunks: number of slices of "slices" and "exchange"."""
 
     method: str
     chunks: int = 1
@@ -51,22 +51,22 @@ class Way(NamedTuple):
         return f"{self.method} {self.chunks}" if self.method in ("slices", "exchange") else self.method
 
 
-OFF = Way("off")
+OFF = Schedule("off")
 
 
 @dataclass(frozen=True)
 class Decision:
-    """How a pass goes, of a layer whose forward matmul on this rank is [m, k] x [k, n].
+    """The schedule of one pass of a layer whose forward matmul on this rank is [m, k] x [k, n].
 
-    pattern          all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce; of the backward passes
-                     column_backward, row_backward, copy_backward
-    m, n, k          rows of all ranks, output and input features of this one
-    dtype            of what is multiplied
-    method, chunks   "off", "bulk", "ring", or "slices" and "exchange" in so many
-    compute_streams  on which the matmuls take turns
-    reason           why so, in a sentence
-    settled          False while other ways are still to be tried
-    tried            seconds that each way took: the median of its turns, on the slowest rank
+    pattern          all_gather_matmul, matmul_reduce_scatter or matmul_all_reduce; column_backward, row_backward or
+                     copy_backward for backward passes
+    m, n, k          rows of all ranks, output and input features of this rank
+    dtype            of the matmul's inputs
+    method, chunks   "off", "bulk", "ring", or "slices" and "exchange" with their number of chunks
+    compute_streams  number of streams that the matmuls alternate between
+    reason           why this schedule was chosen, in a sentence
+    settled          False while the trial is running
+    tried            schedule -> seconds: the median of its calls on the slowest rank
     """
 
     pattern: str
@@ -82,13 +82,16 @@ class Decision:
     tried: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     @property
-    def way(self) -> str:
+    def schedule(self) -> str:
         """Method and chunks: "slices 4"."""
-        return str(Way(self.method, self.chunks))
+        return str(Schedule(self.method, self.chunks))
 
 
-class Asked(NamedTuple):
-    """What a decision depends on. same_bits: no way that could round otherwise; reduce_dtype: in which sums travel"""
+class PassKey(NamedTuple):
+    """The inputs of a decision.
+
+    same_bits     allow only schedules that cannot change the rounding
+    reduce_dtype  data type in which sums are communicated"""
 
     pattern: str
     m: int
@@ -99,13 +102,13 @@ class Asked(NamedTuple):
     same_bits: bool
     reduce_dtype: torch.dtype | None
 
-    def decision(self, comm: Communicator, way: Way, reason: str, **more: Any) -> Decision:
-        streams = self.config.compute_streams or (1 if comm.library.is_host or way.chunks == 1 else 2)
+    def decision(self, comm: Communicator, schedule: Schedule, reason: str, **more: Any) -> Decision:
+        streams = self.config.compute_streams or (1 if comm.library.is_host or schedule.chunks == 1 else 2)
         name = str(self.dtype).removeprefix("torch.")
-        return Decision(self.pattern, self.m, self.n, self.k, name, *way, streams, reason, **more)
+        return Decision(self.pattern, self.m, self.n, self.k, name, *schedule, streams, reason, **more)
 
     def name(self, comm: Communicator) -> str:
-        """In a file of decisions."""
+        """Return the key of this pass in a file of decisions."""
         device = "cpu" if comm.library.is_host else torch.cuda.get_device_name(comm.device)
         sizes = f"{self.m}x{self.n}x{self.k} {self.dtype}, sums {self.reduce_dtype}, {comm.size} ranks"
         config = replace(self.config, dgrad=None)
@@ -113,47 +116,48 @@ class Asked(NamedTuple):
 
 
 class Trial:
-    """A pass that is being tried: the ways take turns, and each round begins with another one."""
+    """A trial of one pass. The candidates alternate, and each round begins with a different one."""
 
-    def __init__(self, comm: Communicator, asked: Asked, ways: tuple[Way, ...]) -> None:
-        self.asked, self.ways = asked, ways
-        self.rounds = min(MOST_ROUNDS, MOST_CALLS // len(ways))
-        self.calls, self.last = 0, self.rounds * len(ways)
-        self.took: list[Any] = [None] * self.last  # of each call, the moments of its begin and end
-        self._show(comm, ways[0])
+    def __init__(self, comm: Communicator, key: PassKey, candidates: tuple[Schedule, ...]) -> None:
+        self.key, self.candidates = key, candidates
+        self.rounds = min(MAX_ROUNDS, MAX_CALLS // len(candidates))
+        self.calls, self.total = 0, self.rounds * len(candidates)
+        self.marks: list[Any] = [None] * self.total  # (begin, end) of each call
+        self._set_current(comm, candidates[0])
 
-    def _at(self, call: int) -> int:
-        """Of the ways."""
-        return (call + call // len(self.ways)) % len(self.ways)
+    def _index(self, call: int) -> int:
+        """Return the index of the candidate that a call uses."""
+        return (call + call // len(self.candidates)) % len(self.candidates)
 
-    def next(self, comm: Communicator) -> Turn:
-        """The way of this call."""
+    def next(self, comm: Communicator) -> ScheduledCall:
+        """Count a call, and return its schedule."""
         call, self.calls = self.calls, self.calls + 1
-        self._show(comm, self.ways[self._at(call)])
-        return Turn(self.shown, self, call)
+        self._set_current(comm, self.candidates[self._index(call)])
+        return ScheduledCall(self.current, self, call)
 
-    def _show(self, comm: Communicator, way: Way) -> None:
-        """How the last call went."""
-        reason = f"on trial, call {self.calls} of {self.last}"
-        self.shown = self.asked.decision(comm, way, reason, settled=False)
+    def _set_current(self, comm: Communicator, schedule: Schedule) -> None:
+        """Set `current`, the decision of the latest call."""
+        reason = f"on trial, call {self.calls} of {self.total}"
+        self.current = self.key.decision(comm, schedule, reason, settled=False)
 
     def settle(self, comm: Communicator) -> Decision:
-        """The choice of all ranks. A collective, which on a GPU waits for what was issued.
+        """Return the choice of all ranks. Collective; on a GPU, it waits for the timed calls.
 
-        Of each call the slowest rank counts. A way is taken instead of "off" where it was faster by more than a tie in
-        most rounds, and at its best: a machine that others use is slow at times, and never too fast."""
-        rows = gathered(comm, [NEVER if took is None else _between(*took) for took in self.took])
+        The time of a call is that of its slowest rank. A schedule replaces "off" if it is faster by more than TIE both
+        in the median over the rounds and in its best round: on a shared machine, calls are slow at times, but never too
+        fast."""
+        rows = gathered(comm, [NOT_TIMED if marks is None else _between(*marks) for marks in self.marks])
         slowest = [max(times) for times in zip(*rows, strict=True)]
-        times: dict[Way, list[int]] = {way: [] for way in self.ways}
+        times: dict[Schedule, list[int]] = {schedule: [] for schedule in self.candidates}
         for call, nanoseconds in enumerate(slowest):
-            times[self.ways[self._at(call)]].append(nanoseconds)
-        timed = {str(way): [one for one in found if one < NEVER] for way, found in times.items()}
-        tried = {way: statistics.median(found) / 1e9 for way, found in timed.items() if found}
-        return self.asked.decision(comm, _best(times), f"tried: {in_words(tried)}", tried=tried)
+            times[self.candidates[self._index(call)]].append(nanoseconds)
+        timed = {str(schedule): [ns for ns in found if ns < NOT_TIMED] for schedule, found in times.items()}
+        tried = {schedule: statistics.median(found) / 1e9 for schedule, found in timed.items() if found}
+        return self.key.decision(comm, _best(times), f"tried: {format_times(tried)}", tried=tried)
 
 
-class Turn(NamedTuple):
-    """The way of one call, and the trial that wants to know how long it takes. decision None: nothing to communicate"""
+class ScheduledCall(NamedTuple):
+    """The decision for one call, and the trial that times it. decision None: the call communicates nothing"""
 
     decision: Decision | None
     trial: Trial | None = None
@@ -161,27 +165,27 @@ class Turn(NamedTuple):
 
     @contextlib.contextmanager
     def timed(self, like: Tensor) -> Iterator[None]:
-        """The block is the pass."""
+        """Time the block, which is the pass, if a trial is running."""
         if self.trial is None:
             yield
             return
         begin = _moment(like)
         yield
-        self.trial.took[self.call] = begin, _moment(like)
+        self.trial.marks[self.call] = begin, _moment(like)
 
 
-def _best(times: Mapping[Way, list[int]]) -> Way:
+def _best(times: Mapping[Schedule, list[int]]) -> Schedule:
     """times: nanoseconds on the slowest rank, round by round"""
     off = times.get(OFF)
-    ways = list(times)
+    candidates = list(times)
     if off is not None:
-        gains = [way for way in ways if min(times[way]) <= TIE * min(off) and _ratio(times[way], off) <= TIE]
-        ways = gains or [OFF]
-    return min(ways, key=lambda way: statistics.median(times[way]))
+        gains = [one for one in candidates if min(times[one]) <= TIE * min(off) and _ratio(times[one], off) <= TIE]
+        candidates = gains or [OFF]
+    return min(candidates, key=lambda schedule: statistics.median(times[schedule]))
 
 
-def _ratio(ones: list[int], others: list[int]) -> float:
-    return statistics.median(one / max(other, 1) for one, other in zip(ones, others, strict=True))
+def _ratio(times: list[int], baseline: list[int]) -> float:
+    return statistics.median(ns / max(base, 1) for ns, base in zip(times, baseline, strict=True))
 
 
 def _moment(like: Tensor) -> Any:
@@ -193,72 +197,76 @@ def _moment(like: Tensor) -> Any:
 
 
 def _between(begin: Any, end: Any) -> int:
-    """Nanoseconds."""
+    """Return the nanoseconds between two moments."""
     if isinstance(begin, int):
         return int(end) - begin
     end.synchronize()
     return round(begin.elapsed_time(end) * 1e6)
 
 
-def in_words(tried: Mapping[str, float]) -> str:
-    return ", ".join(f"{way} {1e3 * seconds:.3g} ms" for way, seconds in tried.items())
+def format_times(tried: Mapping[str, float]) -> str:
+    return ", ".join(f"{schedule} {1e3 * seconds:.3g} ms" for schedule, seconds in tried.items())
 
 
-# ---------------------------------------------------------------------------------------------- what is to be tried
+# ---------------------------------------------------------------------------------------------- candidates
 
-NOT_WANTED, ONE_RANK = 'method="off" was asked for', "one rank has nothing to communicate"
-TOO_FEW = "too few rows, or features, to overlap"
-ALONE = (NOT_WANTED, ONE_RANK, TOO_FEW)  # what every rank knows by itself
-WOULD_ROUND = "what is to be deterministic tries nothing: each way rounds in its own order"
+NOT_REQUESTED, ONE_RANK = 'method="off" was requested', "one rank has nothing to communicate"
+TOO_FEW = "too few rows or features to overlap"
+LOCAL_REASONS = (NOT_REQUESTED, ONE_RANK, TOO_FEW)  # every rank derives these without communication
+WOULD_ROUND = "no trial of deterministic passes: each schedule rounds in a different order"
 
 
 def is_tiny(comm: Communicator, m: int, n: int, k: int) -> bool:
-    """Whether nothing is to be gained on any machine: m rows of the whole, n output and k input features of a rank."""
-    return 2.0 * m * n * k < FEWEST_FLOP if comm.library.is_host else m < FEWEST_ROWS["cuda"]
+    """Return whether a pass is too small to gain from overlap on any hardware.
+
+    m: rows of all ranks; n, k: output and input features of this rank"""
+    return 2.0 * m * n * k < MIN_FLOP if comm.library.is_host else m < MIN_ROWS["cuda"]
 
 
-def ways_of(comm: Communicator, asked: Asked) -> tuple[tuple[Way, ...], str]:
-    """Those that are to be tried, and the reason where it is one."""
-    config, method, pattern = asked.config, asked.config.method, asked.pattern
+def candidates_for(comm: Communicator, key: PassKey) -> tuple[tuple[Schedule, ...], str]:
+    """Return the schedules to try, and the reason if there is one only."""
+    config, method, pattern = key.config, key.config.method, key.pattern
     if method == "off":
-        return (OFF,), NOT_WANTED
+        return (OFF,), NOT_REQUESTED
     if comm.size == 1:
         return (OFF,), ONE_RANK
     if method == "auto":
-        return _of_auto(comm, asked)
+        return _auto_candidates(comm, key)
     if method in ("bulk", "ring"):
-        return (Way(method, comm.size if method == "ring" else 1),), f"{method}, as asked for"
+        return (Schedule(method, comm.size if method == "ring" else 1),), f"{method}, as requested"
     if method == "exchange" and pattern in GATHER:
         method = "slices"
-    cuts = _cuts(comm, asked)
-    if config.chunks is None and not asked.same_bits and len(cuts) > 1:
-        return tuple(Way(method, chunks) for chunks in cuts), ""
-    way = Way(method, cuts[min(1, len(cuts) - 1)] if cuts else 1)
-    return (way,), f"{way}, as asked for" if config.chunks else WOULD_ROUND if asked.same_bits else f"{way}: few rows"
+    counts = _chunk_counts(comm, key)
+    if config.chunks is None and not key.same_bits and len(counts) > 1:
+        return tuple(Schedule(method, chunks) for chunks in counts), ""
+    schedule = Schedule(method, counts[min(1, len(counts) - 1)] if counts else 1)
+    if config.chunks:
+        return (schedule,), f"{schedule}, as requested"
+    return (schedule,), WOULD_ROUND if key.same_bits else f"{schedule}: too few rows for a trial"
 
 
-def _of_auto(comm: Communicator, asked: Asked) -> tuple[tuple[Way, ...], str]:
-    pattern, m, config = asked.pattern, asked.m, asked.config
-    if config.deterministic:  # sums in the order of the ranks
-        return (OFF if pattern in GATHER else Way("exchange"),), WOULD_ROUND
-    if is_tiny(comm, m, asked.n, asked.k):
+def _auto_candidates(comm: Communicator, key: PassKey) -> tuple[tuple[Schedule, ...], str]:
+    pattern, m, config = key.pattern, key.m, key.config
+    if config.deterministic:  # sums in rank order
+        return (OFF if pattern in GATHER else Schedule("exchange"),), WOULD_ROUND
+    if is_tiny(comm, m, key.n, key.k):
         return (OFF,), TOO_FEW
-    if asked.same_bits:
+    if key.same_bits:
         return (OFF,), WOULD_ROUND
-    bulk = (Way("bulk"),) if pattern in GATHER or pattern in HAVE_WGRAD else ()
-    slices = tuple(Way("slices", chunks) for chunks in _cuts(comm, asked) if chunks > 1)
-    ring = (Way("ring", comm.size),) if config.chunks is None and m >= comm.size * _least(comm) else ()
-    return (OFF, *bulk, *slices, *ring), "too few rows to cut"
+    bulk = (Schedule("bulk"),) if pattern in GATHER or pattern in HAVE_WGRAD else ()
+    slices = tuple(Schedule("slices", chunks) for chunks in _chunk_counts(comm, key) if chunks > 1)
+    ring = (Schedule("ring", comm.size),) if config.chunks is None and m >= comm.size * _min_rows(comm) else ()
+    return (OFF, *bulk, *slices, *ring), "too few rows to split into slices"
 
 
-def _cuts(comm: Communicator, asked: Asked) -> list[int]:
-    """Numbers of slices, each of which has some of every owner's rows."""
-    most = max(1, asked.m if asked.pattern in ALL_REDUCE else asked.m // comm.size)
-    if asked.config.chunks is not None:
-        return [min(asked.config.chunks, most)]
-    return [chunks for chunks in SLICES if chunks <= most and asked.m >= chunks * _least(comm)]
+def _chunk_counts(comm: Communicator, key: PassKey) -> list[int]:
+    """Return the numbers of slices to try. Each slice contains rows of every owner."""
+    max_chunks = max(1, key.m if key.pattern in ALL_REDUCE else key.m // comm.size)
+    if key.config.chunks is not None:
+        return [min(key.config.chunks, max_chunks)]
+    return [chunks for chunks in SLICES if chunks <= max_chunks and key.m >= chunks * _min_rows(comm)]
 
 
-def _least(comm: Communicator) -> int:
-    """Rows of a slice."""
-    return FEWEST_ROWS["cpu" if comm.library.is_host else "cuda"]
+def _min_rows(comm: Communicator) -> int:
+    """Return the minimum number of rows of a slice."""
+    return MIN_ROWS["cpu" if comm.library.is_host else "cuda"]

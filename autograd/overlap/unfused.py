@@ -1,4 +1,4 @@
-"""A matmul beside its collective, one after the other: what the overlapped ways have to equal.
+"""A matmul and its collective without overlap: the reference for every overlapped schedule.
 
 N ranks; x is [s, .., in] with the sequence in dimension 0, w is [out, in] as in F.linear.
 """
@@ -30,10 +30,12 @@ def all_gather_matmul(
     reduce_dtype: Dtype = None,
     return_gathered: bool = False,
 ) -> Any:
-    """all_gather(x, dim 0) @ w.T + bias.   x [s/N, .., in], w [out, in] -> [s, .., out];  dx is reduce-scattered."""
-    whole = all_gather(x, comm, 0, grad="sum", reduce_dtype=reduce_dtype)
-    y = F.linear(whole, w, bias)
-    return (y, whole) if return_gathered else y
+    """Return all_gather(x, dim 0) @ w.T + bias.   x [s/N, .., in], w [out, in] -> [s, .., out]
+
+    The backward pass reduce-scatters dx."""
+    full = all_gather(x, comm, 0, grad="sum", reduce_dtype=reduce_dtype)
+    y = F.linear(full, w, bias)
+    return (y, full) if return_gathered else y
 
 
 def matmul_reduce_scatter(
@@ -43,10 +45,11 @@ def matmul_reduce_scatter(
     bias: Tensor | None = None,
     reduce_dtype: Dtype = None,
 ) -> Tensor:
-    """reduce_scatter(x @ w.T, dim 0) + bias.   x [s, .., in/N], w [out, in/N] -> [s/N, .., out];  dy is all-gathered,
-    and the gradient of the bias is summed over the ranks, each of which has its part of the sequence."""
+    """Return reduce_scatter(x @ w.T, dim 0) + bias.   x [s, .., in/N], w [out, in/N] -> [s/N, .., out]
+
+    The backward pass all-gathers dy and sums the gradient of the bias over the ranks' shards of the sequence."""
     y = reduce_scatter(F.linear(x, w), comm, 0, reduce_dtype=reduce_dtype)
-    return y if bias is None else y + copy_view(bias, comm).to(y.dtype)  # which autocast has chosen
+    return y if bias is None else y + copy_view(bias, comm).to(y.dtype)  # y may have the autocast type
 
 
 def matmul_all_reduce(
@@ -56,7 +59,9 @@ def matmul_all_reduce(
     bias: Tensor | None = None,
     reduce_dtype: Dtype = None,
 ) -> Tensor:
-    """all_reduce(x @ w.T) + bias.   x [s, .., in/N], w [out, in/N] -> [s, .., out];  dy must be equal on all ranks."""
+    """Return all_reduce(x @ w.T) + bias.   x [s, .., in/N], w [out, in/N] -> [s, .., out]
+
+    dy must be equal on all ranks."""
     partial = F.linear(x, w)
     y = all_reduce(partial, comm, grad="replicated", reduce_dtype=reduce_dtype)
     return y if bias is None else y + bias.to(y.dtype)
@@ -69,13 +74,15 @@ def copy_matmul(
     bias: Tensor | None = None,
     reduce_dtype: Dtype = None,
 ) -> Tensor:
-    """x @ w.T + bias.   x [s, .., in], equal on all ranks, w [out/N, in] -> [s, .., out/N];  dx is all-reduced."""
+    """Return x @ w.T + bias.   x [s, .., in], equal on all ranks, w [out/N, in] -> [s, .., out/N]
+
+    The backward pass all-reduces dx."""
     check_call("copy_matmul", x, comm)
     return F.linear(run(comm, CopyView, x, reduce_dtype), w, bias)
 
 
 def into_main_grad(w: Tensor, main_grad: Tensor | None) -> Tensor:
-    """w, whose gradient is added to main_grad instead of being returned."""
+    """Return w; the backward pass adds its gradient to main_grad instead of returning it."""
     if main_grad is None:
         return w
     y: Tensor = IntoMainGrad.apply(w, main_grad)
@@ -83,10 +90,10 @@ def into_main_grad(w: Tensor, main_grad: Tensor | None) -> Tensor:
 
 
 class IntoMainGrad(Function):
-    """A weight whose gradient is summed up elsewhere, by the passes that would add to its .grad.
+    """A weight whose gradient accumulates in main_grad, in passes that would add to its .grad.
 
     forward    w [..] -> w [..]
-    backward   g [..] -> nothing; main_grad += g        torch.autograd.grad(.., w): g, and main_grad is left alone
+    backward   g [..] -> None; main_grad += g        torch.autograd.grad(.., w): returns g, main_grad is unchanged
     """
 
     @staticmethod
@@ -100,15 +107,17 @@ class IntoMainGrad(Function):
         (g,) = cotangents
         if not accumulates(ctx.parameter):
             return g, None
-        if g is not None:  # else an overlapped pass has added it
+        if g is not None:  # None: an overlapped pass has added it
             with torch.no_grad():
                 ctx.main_grad.add_(g)
-        return _told(ctx.parameter), None
+        return _placeholder_grad(ctx.parameter), None
 
 
-def _told(parameter: Any) -> Tensor | None:
-    """What is returned for the gradient of a parameter whose main_grad has it. Who waits for hooks of gradients sets
-    `grad_added_to_main_grad`: then a gradient of zeros comes, which takes no memory, and the mark is set."""
+def _placeholder_grad(parameter: Any) -> Tensor | None:
+    """Return the gradient to report for a parameter whose gradient was added to main_grad.
+
+    It is None, unless the parameter has the attribute `grad_added_to_main_grad`, which code with gradient hooks sets.
+    Then set the attribute to True and return zeros, which take no memory."""
     if not hasattr(parameter, "grad_added_to_main_grad"):
         return None
     parameter.grad_added_to_main_grad = True
@@ -117,12 +126,12 @@ def _told(parameter: Any) -> Tensor | None:
 
 
 def weight_grad(g: Tensor, a: Tensor) -> Tensor:
-    """g.T @ a over all rows, differentiable.   g [.., n], a [.., k] -> [n, k]"""
+    """Return g.T @ a over all rows, differentiable.   g [.., n], a [.., k] -> [n, k]"""
     return g.reshape(-1, g.shape[-1]).t() @ a.reshape(-1, a.shape[-1])
 
 
 def check_input(operation: str, x: Tensor, w: Tensor, comm: Communicator) -> None:
-    """That x can travel over comm and be multiplied with w, of which torch would say so in words of its own."""
+    """Check that x can be communicated over comm and multiplied with w; the errors name the operation."""
     if type(comm) is not Communicator:
         check_comm(operation, comm, x=x, w=w)
     check_call(operation, x, comm)
@@ -130,8 +139,8 @@ def check_input(operation: str, x: Tensor, w: Tensor, comm: Communicator) -> Non
         return
     if not x.dim() or x.shape[-1] != w.shape[1]:
         raise ValueError(
-            f"{operation}: x has shape {tuple(x.shape)}, expected [.., {w.shape[1]}], as many features as the weight "
-            f"{tuple(w.shape)} takes on this rank"
+            f"{operation}: x has shape {tuple(x.shape)}, expected [.., {w.shape[1]}] for a weight of shape "
+            f"{tuple(w.shape)} on this rank"
         )
     if x.dtype is not w.dtype and not torch.is_autocast_enabled(x.device.type):
         raise TypeError(

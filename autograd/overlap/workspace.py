@@ -1,4 +1,4 @@
-"""The memory between a collective and its matmul, kept from call to call."""
+"""The buffers between a collective and its matmul, reused from call to call."""
 
 from __future__ import annotations
 
@@ -19,17 +19,16 @@ ALIGNMENT = 256  # bytes; of torch's own allocator on GPUs is 512
 
 
 class Workspace:
-    """Buffers by role, each as large as the largest that was asked for: steps of a training loop allocate nothing.
+    """Buffers by role. Each grows to the largest requested size, so that later training steps allocate nothing.
 
-    A buffer is free again when the operation that took it has ended, on the stream that the operation's caller had. A
-    caller with another stream gets others: torch's memory goes back to the stream that made it, so no other may have
-    used it. Of an allocator that knows no streams he gets the same, and his stream first waits for that end. One
-    operation has the workspace at a time; another thread's, and what is captured into a CUDA graph, gets memory of its
-    own.
+    A buffer is free again when its operation has ended on the caller's stream. A caller on another stream gets new
+    buffers, because torch returns memory to the stream that allocated it. If the allocator is not stream-aware, the
+    caller gets the same buffers, and its stream first waits for the end of the last operation. One operation uses the
+    workspace at a time. A concurrent operation of another thread, or a CUDA graph capture, gets memory of its own.
 
-    allocate  (bytes, device) -> memory as a tensor of uint8, which outlives what was issued; None: torch's
-    fixed     whose it is, if its buffers are reserved once and do not grow
-    carrier   the communicator over which they are to travel; None: the operation's
+    allocate  (bytes, device) -> a uint8 tensor that outlives the work issued; None: torch's allocator
+    fixed     name of the owner, if the buffers are reserved once and do not grow
+    carrier   the communicator that communicates the buffers; None: that of the operation
     """
 
     def __init__(
@@ -39,38 +38,38 @@ class Workspace:
         carrier: Communicator | None = None,
     ) -> None:
         self.carrier = carrier
-        self._allocate, self._knows_streams = allocate or _of_torch, allocate is None
+        self._allocate, self._stream_aware = allocate or _torch_empty, allocate is None
         self._fixed = fixed
-        self.broken_off = False  # the last operation: what it has launched may still be using the buffers
+        self.interrupted = False  # the last operation raised: its work may still be using the buffers
         self._buffers: dict[str, Tensor] = {}
         self._reserved: set[str] = set()
-        self.window = False  # whether what is reserved is in symmetric windows of the carrier
+        self.window = False  # whether the reserved buffers are in symmetric windows of the carrier
         self._lock = threading.Lock()
-        self._home: object = None  # the stream of the last operation
+        self._stream: object = None  # of the last operation
         self._last: torch.cuda.Event | None = None  # its end
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it holds."""
+        """Bytes of all buffers."""
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def reserve(self, role: str, nbytes: int, device: torch.device) -> None:
-        """Make the buffer of a role, of the workspace's own memory. If that is fixed, the other roles' are torch's."""
+        """Allocate the buffer of a role. In a fixed workspace, the roles that are not reserved use torch's memory."""
         self._make(role, nbytes, device, self._allocate)
         self._reserved.add(role)
 
     def _make(
         self, role: str, nbytes: int, device: torch.device, allocate: Callable[[int, torch.device], Tensor]
     ) -> None:
-        with torch.inference_mode(False):  # whoever makes it: it outlives his pass
+        with torch.inference_mode(False):  # the buffer outlives the pass that allocates it
             self._buffers[role] = allocate(max(nbytes, ALIGNMENT), device)
 
     def drop(self) -> None:
-        """Let go of all buffers."""
+        """Free all buffers."""
         self._buffers = {}
 
     def empty(self, role: str, shape: Sequence[int], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """The buffer of this role, as a tensor of this shape: what is in it, is undefined."""
+        """Return the buffer of a role as an uninitialized tensor of this shape."""
         dtype = dtype or like.dtype
         nbytes = math.prod(shape) * dtype.itemsize
         buffer = self._buffers.get(role)
@@ -78,49 +77,49 @@ class Workspace:
             if self._fixed is not None and (role in self._reserved or not self._buffers):
                 raise ValueError(
                     f"{self._fixed}: its buffer {role!r} has {0 if buffer is None else buffer.nbytes} bytes, but "
-                    f"{tuple(shape)} of {dtype} takes {nbytes}; make it with the tensor_shape and dtype of the "
-                    "largest tensor that is to travel, and do not use it after close()"
+                    f"{tuple(shape)} of {dtype} takes {nbytes}; construct it with the tensor_shape and dtype of the "
+                    "largest tensor to communicate, and do not use it after close()"
                 )
-            self._buffers.pop(role, None)  # before the larger one is made
-            allocate = self._allocate if self._fixed is None else _of_torch
+            self._buffers.pop(role, None)  # before the larger one is allocated
+            allocate = self._allocate if self._fixed is None else _torch_empty
             self._make(role, nbytes, like.device, allocate)
             buffer = self._buffers[role]
         return buffer[:nbytes].view(dtype).view(tuple(shape))
 
     @contextmanager
     def lent(self, like: Tensor) -> Iterator[Workspace]:
-        """The workspace, for one operation; after an exception in it, its buffers are given up: they may be in use."""
+        """Lend the workspace to one operation. If it raises, drop the buffers, since they may still be in use."""
         if (like.is_cuda and is_capturing(like.device)) or not self._lock.acquire(blocking=False):
             yield Workspace(None)
             return
-        home = None
+        stream = None
         try:
             if like.is_cuda:
-                home = torch.cuda.current_stream(like.device)
-                self._begin(home)
+                stream = torch.cuda.current_stream(like.device)
+                self._begin(stream)
             yield self
-            self.broken_off = False
+            self.interrupted = False
         except BaseException:
             if self._fixed is None:
-                self.drop()  # the streams keep what is in use
+                self.drop()  # the streams keep buffers in use alive
             else:
-                self.broken_off = True
+                self.interrupted = True
             raise
         finally:
-            if home is not None:  # which need not be current any more, where slices are handed out
-                self._last = home.record_event(self._last)
+            if stream is not None:  # may no longer be the current one, with hand_off
+                self._last = stream.record_event(self._last)
             self._lock.release()
 
-    def _begin(self, here: torch.cuda.Stream) -> None:
-        if here != self._home:
-            if self._knows_streams:
+    def _begin(self, stream: torch.cuda.Stream) -> None:
+        if stream != self._stream:
+            if self._stream_aware:
                 self._buffers = {}
             elif self._last is not None:
-                here.wait_event(self._last)
-        self._home = here
+                stream.wait_event(self._last)
+        self._stream = stream
 
 
-def _of_torch(nbytes: int, device: torch.device) -> Tensor:
+def _torch_empty(nbytes: int, device: torch.device) -> Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
@@ -128,7 +127,7 @@ _workspaces: weakref.WeakKeyDictionary[Communicator, Workspace] = weakref.WeakKe
 
 
 def workspace_of(comm: Communicator) -> Workspace:
-    """That of all operations on a communicator which bring none of their own."""
+    """Return the workspace of all operations on a communicator that have none of their own."""
     found = _workspaces.get(comm)
     if found is None:
         found = _workspaces[comm] = Workspace()

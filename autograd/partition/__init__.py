@@ -1,12 +1,11 @@
-"""Partitions: ordered, shaped sets of ranks over which tensors are cut; sums, copies and cuts between them.
+"""Partitions: ordered, shaped sets of ranks over which tensors are split, and sums, copies and repartitions of tensors.
 
-A CartesianPartition gives 12 ranks the shape (2, 2, 3), say; position p of the partition has the coordinates of p in C
-order. Ranks of the communicator that are not in a partition are inactive: for them, a tensor on it is one of volume
-zero (`zero_volume_tensor`). Every rank of the communicator, inactive or not, makes and calls partitions and the modules
-here, in the same order, and enters the backward pass (see ops/__init__.py; pass outputs that it does not use to
-`anchor`).
+A CartesianPartition arranges ranks as a grid, for example 12 ranks with the shape (2, 2, 3). Positions are numbered in
+C order. Ranks of the communicator that are not in a partition are inactive: on these, a tensor of the partition has no
+elements (`zero_volume_tensor`). Every rank of the communicator, also an inactive one, must make and call partitions and
+these modules in the same order, and run the backward pass (see ops/__init__.py; pass unused outputs to `anchor`).
 
-After DistDL's layers of the same names. The convention of gradient is "sum": the true adjoint.
+The modules follow DistDL's layers of the same names. Their backward passes are the adjoints (grad="sum").
 """
 
 from .cartesian import CartesianPartition, Partition

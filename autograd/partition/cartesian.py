@@ -1,4 +1,4 @@
-"""Sets of ranks, ordered and shaped: a partition, over which a tensor is cut."""
+"""Partition, CartesianPartition: ordered, shaped sets of ranks over which a tensor is split."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ from ..arguments import as_int, check_comm
 
 
 class Partition:
-    """An ordered set of ranks of a communicator, as a line: shape (len(ranks),).
+    """An ordered set of ranks of a communicator, with shape (len(ranks),).
 
-    ranks        the ranks of `comm` at positions 0, 1, ..; the same list on every rank
-    shape        ranks per axis
-    active       whether this rank is in it
-    position     this rank's, in `ranks`; None if inactive
-    coordinates  this rank's, one per axis; None if inactive
+    comm   the communicator; every rank of it must make the partition
+    ranks  ranks of `comm` at positions 0, 1, ..; the same on every rank
+
+    Attributes:
+
+    shape        number of ranks along each axis
+    active       whether this rank is in the partition
+    position     index of this rank in `ranks`; None if inactive
+    coordinates  of this rank, one per axis; None if inactive
     """
 
     def __init__(self, comm: Communicator, ranks: Iterable[int]) -> None:
@@ -54,7 +58,7 @@ class Partition:
         return None if self.position is None else self.coordinates_of(self.position)
 
     def coordinates_of(self, position: int) -> tuple[int, ...]:
-        """The coordinates of a position: the last axis varies fastest."""
+        """Return the coordinates of a position. The last axis varies fastest."""
         coordinates = []
         for size in reversed(self.shape):
             position, coordinate = divmod(position, size)
@@ -62,17 +66,18 @@ class Partition:
         return tuple(reversed(coordinates))
 
     def rank_at(self, coordinates: Sequence[int]) -> int:
-        """The rank in `comm` of the position with these coordinates."""
+        """Return the rank of `comm` at these coordinates."""
         position = 0
         for coordinate, size in zip(coordinates, self.shape, strict=True):
             position = position * size + coordinate
         return self.ranks[position]
 
     def axes_comm(self, axes: int | Iterable[int]) -> Communicator | None:
-        """The communicator of the ranks whose coordinates differ from this rank's in `axes` only, ordered by position.
+        """Return the communicator of the ranks whose coordinates differ from this rank's in `axes` only, ordered by
+        position; None on inactive ranks.
 
-        None on inactive ranks. The first call for a set of axes is a collective of every rank of `comm`, inactive ones
-        too; later ones return the same communicator.
+        The first call for a set of axes is a collective of all ranks of `comm`, also inactive ones. Later calls return
+        the same communicator.
         """
         key = frozenset(self.check_axes("axes_comm", axes))
         if key not in self._communicators:
@@ -84,16 +89,18 @@ class Partition:
         return self._communicators[key]
 
     def check_axes(self, what: str, axes: int | Iterable[int]) -> tuple[int, ...]:
-        """`axes` as numbers >= 0, in order."""
+        """Return `axes` as sorted, nonnegative numbers."""
         single = as_int(axes)
-        given = integers(what, "axes", axes) if single is None else (int(single),)
+        found = integers(what, "axes", axes) if single is None else (int(single),)
         n = len(self.shape)
-        if not all(-n <= axis < n for axis in given):
-            raise ValueError(f"{what}: axes is {given}, expected axes of the partition's shape {self.shape}")
-        return tuple(sorted({axis % n for axis in given}))
+        if not all(-n <= axis < n for axis in found):
+            raise ValueError(
+                f"{what}: axes is {found}, expected {-n}..{n - 1}, axes of the partition shape {self.shape}"
+            )
+        return tuple(sorted({axis % n for axis in found}))
 
     def destroy(self) -> None:
-        """Destroy the communicators made here, not `comm`. Every rank should call it."""
+        """Destroy the communicators that `axes_comm` made, but not `comm`. Every rank should call it."""
         while self._communicators:
             _, communicator = self._communicators.popitem()
             if communicator is not None:
@@ -104,10 +111,11 @@ class Partition:
 
 
 class CartesianPartition(Partition):
-    """Ranks as a grid in C order, as NumPy lays out an array of this shape.
+    """Ranks arranged as a grid in C order, like the entries of a NumPy array of this shape.
 
-    shape  ranks per axis, e.g. (2, 2, 3)
-    ranks  of `comm`, prod(shape) of them; None: the first ones
+    comm   the communicator; every rank of it must make the partition
+    shape  number of ranks along each axis, such as (2, 2, 3)
+    ranks  prod(shape) ranks of `comm`, the same on every rank; None: the first ones
     """
 
     def __init__(self, comm: Communicator, shape: Sequence[int], ranks: Iterable[int] | None = None) -> None:
@@ -115,12 +123,12 @@ class CartesianPartition(Partition):
         sizes = integers("CartesianPartition", "shape", shape)
         count = math.prod(sizes)
         if not sizes or min(sizes) <= 0:
-            raise ValueError(f"CartesianPartition: shape is {sizes}, expected ranks per axis, each >= 1")
+            raise ValueError(f"CartesianPartition: shape is {sizes}, expected numbers of ranks per axis, each >= 1")
         members = integers("CartesianPartition", "ranks", range(min(count, comm.size + 1)) if ranks is None else ranks)
         if len(members) != count or count > comm.size:
             raise ValueError(
-                f"CartesianPartition: shape {sizes} is of {count} ranks, given {len(members)} of a communicator of "
-                f"{comm.size}; expected as many ranks as the shape has places"
+                f"CartesianPartition: shape {sizes} needs {count} ranks, got {len(members)} of a communicator of "
+                f"{comm.size} ranks; pass a smaller shape, or prod(shape) ranks"
             )
         self._set(comm, members, sizes)
 
@@ -128,14 +136,15 @@ class CartesianPartition(Partition):
 def check_partition(operation: str, partition: object, name: str) -> None:
     if not isinstance(partition, Partition):
         raise TypeError(
-            f"{operation}: {name} is {shown(partition)}, expected a Partition, of ad.CartesianPartition(comm, shape)"
+            f"{operation}: {name} is {shown(partition)}, expected a Partition, such as "
+            "ad.CartesianPartition(comm, shape)"
         )
 
 
 def integers(operation: str, name: str, values: Any) -> tuple[int, ...]:
-    """`values` as ints; an error unless they are some."""
-    given = listed(values, f"{operation}: {name}", "a sequence of integers")
-    found = tuple(as_int(value) for value in given)
+    """Return `values` as a tuple of ints. ValueError if they are not integers."""
+    items = listed(values, f"{operation}: {name}", "a sequence of integers")
+    found = tuple(as_int(value) for value in items)
     if None in found:
-        raise ValueError(f"{operation}: {name} is {shown(given)}, expected a sequence of integers")
+        raise ValueError(f"{operation}: {name} is {shown(items)}, expected a sequence of integers")
     return tuple(map(int, found))

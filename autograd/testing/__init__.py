@@ -1,5 +1,5 @@
-"""Tests of distributed functions, for yours too: check_adjoint for linear ones, check_gradients for all, check_model
-for a sharded model beside the unsharded one."""
+"""Tests for distributed functions: check_adjoint for linear functions, check_gradients for any function, check_model
+for a sharded model compared with the unsharded one."""
 
 from .adjoint import TOLERANCE, AdjointError, check_adjoint
 from .check_model import check_model

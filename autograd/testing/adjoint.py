@@ -1,8 +1,8 @@
-"""check_adjoint: is the backward pass of a linear function its adjoint?
+"""check_adjoint: check that the backward pass of a linear function is its adjoint.
 
-For a linear F on the stacked inputs of all ranks, the backward F* is right if and only if
-<F x, y> = <x, F* y> for all x and y, with inner products over all ranks. Random x and y that differ by rank find a
-wrong factor, a wrong slice or a forgotten sum with certainty.
+For a linear F on the stacked inputs of all ranks, the backward F* is correct if and only if
+<F x, y> = <x, F* y> for all x and y, with inner products over all ranks. Random x and y that differ between ranks
+reveal a wrong factor, a wrong slice or a missing sum with probability 1.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from pynccl.bindings.values import integer, shown
 from ..agreement import gathered
 from ..arguments import check_call, type_name
 from ..torch_internals import has_no_values
-from .gradients import CONVENTION, gradients_of
+from .gradients import CONVENTION_HINT, gradients_of
 
-_LARGEST_SEED = 1 << 40  # torch's generators are given multiples of it
-# Rounding error of an inner product of random data, with room: about sqrt(count) * eps in practice.
+_MAX_SEED = 1 << 40  # the generators are seeded with multiples of the seed
+# Bound on the rounding error of an inner product of random data, which is about sqrt(count) * eps in practice.
 TOLERANCE: dict[torch.dtype, float] = {
     torch.float64: 1e-12,
     torch.complex128: 1e-12,
@@ -34,7 +34,7 @@ TOLERANCE: dict[torch.dtype, float] = {
 
 
 class AdjointError(AssertionError):
-    """Forward and backward are not adjoint. Raised on every rank."""
+    """The backward pass is not the adjoint of the forward pass. Raised on every rank."""
 
 
 def check_adjoint(
@@ -46,18 +46,23 @@ def check_adjoint(
     tolerance: float | None = None,
     seed: int = 0,
 ) -> float:
-    """Check |<F x, y> - <x, F* y>| <= tolerance * max(|F x||y|, |x||F* y|); returns the left side over the maximum.
+    """Check that the backward pass of a linear function is its adjoint.
 
-    fn          linear in its argument; communicates over comm
-    x           this rank's input: its shape, type and device are used, and its values
-    replicated  the output is one logical value held by all ranks: the cotangent is equal on all and counted once
-    tolerance   None: 1e-12 in double precision, 1e-5 in single, the largest of those of the ranks' inputs
+    For random y, check |<F x, y> - <x, F* y>| <= tolerance * max(|F x||y|, |x||F* y|), with inner products over all
+    ranks, and return the left side divided by the maximum.
 
-    Every rank must call it. Raises AdjointError on every rank alike. A rank that takes no part may have an input of
-    size 0, of any type, and an output without a gradient function.
+    fn          function of one tensor, linear, that communicates over comm
+    x           this rank's input
+    replicated  True if the output is one logical value that all ranks hold: the cotangent is then equal on all ranks,
+                and its inner product is counted once
+    tolerance   None: 1e-12 in double precision, 1e-5 in single precision; the largest of those of the ranks' inputs
+    seed        seed of y
+
+    Every rank must call it. AdjointError on every rank if the check fails; TypeError or ValueError for wrong arguments.
+    A rank that does not take part may pass an empty input of any dtype, and its output may have no grad_fn.
     """
     _check_values("check_adjoint", x, comm)
-    seed = integer(seed, "check_adjoint: seed", -_LARGEST_SEED, _LARGEST_SEED)
+    seed = integer(seed, "check_adjoint: seed", -_MAX_SEED, _MAX_SEED)
     tolerance = _tolerance(x, comm, check_tolerance("check_adjoint", tolerance))
     x = x.detach().clone().requires_grad_()
     fx = fn(x)
@@ -76,25 +81,25 @@ def check_adjoint(
         raise AdjointError(
             f"not adjoint: <F x, y> = {fx_y:.17g}, <x, F* y> = {x_dx:.17g} over {comm.size} ranks; relative difference "
             f"{error:.3g}, expected <= {tolerance:g} ({x.dtype}, input {tuple(x.shape)}, output {tuple(fx.shape)} on "
-            f"rank {comm.rank}){CONVENTION}"
+            f"rank {comm.rank}){CONVENTION_HINT}"
         )
     return error
 
 
-def _tolerance(x: Tensor, comm: Communicator, given: float | None) -> float:
-    """The same on all ranks: an input without elements says nothing about precision."""
-    own = given if given is not None else TOLERANCE.get(x.dtype, math.inf) if x.numel() else 0.0
-    tolerance = max(row[0] for row in gathered(comm, [own], torch.float64))
-    if given is None and math.isinf(tolerance):
+def _tolerance(x: Tensor, comm: Communicator, tolerance: float | None) -> float:
+    """Return the largest tolerance of all ranks. Empty inputs do not count."""
+    local = tolerance if tolerance is not None else TOLERANCE.get(x.dtype, math.inf) if x.numel() else 0.0
+    largest = max(row[0] for row in gathered(comm, [local], torch.float64))
+    if tolerance is None and math.isinf(largest):
         raise ValueError(
-            f"check_adjoint: no default tolerance for the type of some rank's input, which is {x.dtype} on rank "
-            f"{comm.rank}; pass tolerance=, or a float64 input"
+            f"check_adjoint: no default tolerance for the dtype of some rank's input ({x.dtype} on rank {comm.rank}); "
+            "pass tolerance=, or a float64 input"
         )
-    return tolerance
+    return largest
 
 
 def _dot(a: Tensor, b: Tensor) -> float:
-    """The real inner product."""
+    """Return the real inner product."""
     a, b = a.detach().reshape(-1), b.detach().reshape(-1)
     if a.is_complex():
         return float((a.to(torch.complex128) * b.to(torch.complex128).conj()).real.sum())
@@ -102,13 +107,13 @@ def _dot(a: Tensor, b: Tensor) -> float:
 
 
 def _check_values(operation: str, x: Tensor, comm: Communicator) -> None:
-    """That x is a tensor of numbers that have derivatives, with memory that holds them."""
+    """Check that x is a tensor with values, of a differentiable dtype."""
     check_call(operation, x, comm)
     if x.numel() and not (x.is_floating_point() or x.is_complex()):
-        raise TypeError(f"{operation}: x is {x.dtype}, which has no derivative; pass x.to(torch.float64)")
+        raise TypeError(f"{operation}: x is {x.dtype}, which is not differentiable; pass x.to(torch.float64)")
     if has_no_values(x):
         raise TypeError(
-            f"{operation}: x is a {type_name(type(x))} on {x.device} without values; pass a tensor that has some"
+            f"{operation}: x is a {type_name(type(x))} on {x.device} without values; pass a tensor with values"
         )
 
 

@@ -1,7 +1,7 @@
-"""check_gradients: gradients of a distributed function against finite differences across ranks.
+"""check_gradients: compare gradients of a distributed function with finite differences across ranks.
 
-One element on one rank is moved up and down, all ranks evaluate, and the losses of all ranks are summed: the slope is
-what that rank's gradient must have there. The same of the gradient itself gives second derivatives.
+Change one element on one rank up and down, evaluate the function on all ranks, and sum the losses of all ranks: the
+slope must equal that rank's gradient at this element. The same with the gradient itself checks second derivatives.
 """
 
 from __future__ import annotations
@@ -16,38 +16,36 @@ from pynccl import Communicator
 
 from ..agreement import broadcast_object, gathered
 
-_NOT_TWICE = (
-    "the gradients themselves are right, and their derivatives are not: is the backward pass made of plain calls of a "
-    "communicator, of detached tensors, or @once_differentiable? Make it of functions of pynccl_autograd; or pass "
-    "second_order=False, if nobody differentiates it twice"
+_SECOND_ORDER_HELP = (
+    "the gradients themselves are right, but their derivatives are not. Does the backward pass call a communicator "
+    "directly, use detached tensors, or @once_differentiable? Use functions of pynccl_autograd there, or pass "
+    "second_order=False if you do not need second derivatives"
 )
 
-Loss = Callable[[], Tensor]  # this rank's share, a real scalar, of the present values of the leaves
+Loss = Callable[[], Tensor]  # this rank's loss, a real scalar, for the current values of the leaves
 
-# Of a central difference in double precision, with steps of about 1e-6: truncation 1e-12, rounding 1e-10.
+# For central differences in double precision with steps of about 1e-6: truncation error 1e-12, rounding error 1e-10.
 STEP, RTOL, ATOL = 1e-6, 1e-5, 1e-7
-_FIRST = "gradient"
-CONVENTION = (
-    "; is grad= of the operations that of what the ranks do with the output, and replicated= here? docs/conventions.md"
-)
+_FIRST_ORDER = "gradient"
+CONVENTION_HINT = "; check grad= of the operations, and replicated= of this check, against docs/conventions.md"
 
 
 class GradientError(AssertionError):
-    """A gradient is not the slope. Raised on every rank."""
+    """A gradient differs from the finite difference. Raised on every rank."""
 
 
 class _Leaf(NamedTuple):
     name: str
     tensor: Tensor
     gradient: Tensor
-    shared: bool = False  # one logical value held by all ranks: moved on all of them
+    shared: bool = False  # one logical value that all ranks hold: changed on all of them
 
 
-class _Found(NamedTuple):
-    """One comparison; numbers only, so that it can be told to all ranks."""
+class _Comparison(NamedTuple):
+    """One comparison. Numbers only, so that it can be gathered."""
 
     error: float  # relative to the tolerance: wrong above 1
-    position: int  # of the real number in the leaf
+    position: int  # index of the real number in the leaf
     gradient: float
     slope: float
 
@@ -65,24 +63,29 @@ def check_gradients(
     atol: float = ATOL,
     seed: int = 0,
 ) -> float:
-    """Check fn's gradients, first and second order, for this rank's inputs; returns the largest error over tolerance.
+    """Check the first and second derivatives of fn against finite differences across ranks.
 
-    fn            fn(*inputs) -> one tensor; communicates over comm, differentiable at the inputs
-    inputs        this rank's inputs, float64 or complex128, one tensor or several; they may differ by rank
-    replicated    the output is one logical value held by all ranks: its cotangent is equal on all and counted once
-    second_order  also differentiate the gradients, by the inputs and by the cotangent
-    samples       elements that are moved, per input and rank, drawn at random; None: all
+    Returns the largest error divided by its tolerance, which is atol + rtol * |slope|.
 
-    The tolerance is atol + rtol * |slope|. Every rank must call it, with the same options. GradientError on every rank
-    alike, naming rank, input, index, the gradient and the slope; ValueError for inputs of lower precision.
+    fn            fn(*inputs) -> one tensor; communicates over comm and is differentiable at the inputs
+    inputs        this rank's inputs, one tensor or several, float64 or complex128; they may differ between ranks
+    replicated    True if the output is one logical value that all ranks hold: the cotangent is then equal on all ranks,
+                  and counted once
+    second_order  also differentiate the gradients, with respect to the inputs and the cotangent
+    samples       number of elements to check per input and rank, drawn at random; None: all
+    step          step of the finite differences
+    seed          seed of the cotangent and of the samples
+
+    Every rank must call it with the same options. GradientError on every rank if a derivative is wrong; it names the
+    rank, input, index, gradient and slope. ValueError for inputs of lower precision.
     """
-    given = [inputs] if isinstance(inputs, Tensor) else list(inputs)
-    for position, x in enumerate(given):
+    originals = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    for position, x in enumerate(originals):
         if x.dtype not in (torch.float64, torch.complex128):
             raise ValueError(
                 f"check_gradients: input {position} is {x.dtype}; finite differences need float64 or complex128"
             )
-    xs = [x.detach().clone().requires_grad_() for x in given]
+    xs = [x.detach().clone().requires_grad_() for x in originals]
     names = [f"input {position}" if len(xs) > 1 else "the input" for position in range(len(xs))]
     check = _Check(comm, samples, step, rtol, atol, seed)
     output = fn(*xs)
@@ -94,7 +97,7 @@ def check_gradients(
         return gradients_of(fn(*xs), xs, w, create_graph)
 
     leaves = [_Leaf(name, x, dx) for name, x, dx in zip(names, xs, gradients(), strict=True)]
-    worst = check.run(_FIRST, lambda: _inner(fn(*xs), w) * counted, leaves)
+    worst = check.run(_FIRST_ORDER, lambda: _inner(fn(*xs), w) * counted, leaves)
     if second_order:
         vs = [_random_like(x, seed, 1000 + comm.rank) for x in xs]
 
@@ -102,10 +105,10 @@ def check_gradients(
             return sum((_inner(dx, v) for dx, v in zip(gradients(True), vs, strict=True)), w.real.new_zeros(()))
 
         try:
-            of = slope_along_v()
-        except ValueError as error:  # a plain call in the backward pass: see pynccl/interop/tensors.py
-            raise GradientError(f"{_NOT_TWICE}: {error}") from error
-        seconds = gradients_of(of, [*xs, w])
+            slope = slope_along_v()
+        except ValueError as error:  # a call of the binding in the backward pass: see pynccl/interop/tensors.py
+            raise GradientError(f"{_SECOND_ORDER_HELP}: {error}") from error
+        seconds = gradients_of(slope, [*xs, w])
         leaves = [
             _Leaf(name, x, ddx) for name, x, ddx in zip([*names, "the cotangent"], [*xs, w], seconds, strict=True)
         ]
@@ -117,7 +120,7 @@ def check_gradients(
 def gradients_of(
     y: Tensor, inputs: Sequence[Tensor], cotangent: Tensor | None = None, create_graph: bool = False
 ) -> list[Tensor]:
-    """torch.autograd.grad, and zeros where y does not depend on an input: the other ranks go on, too."""
+    """torch.autograd.grad, with zeros for inputs that y does not depend on, so that all ranks continue."""
     if not y.requires_grad:
         return [torch.zeros_like(x) for x in inputs]
     return list(torch.autograd.grad(y, inputs, cotangent, create_graph=create_graph, materialize_grads=True))
@@ -132,8 +135,8 @@ class _Check(NamedTuple):
     seed: int
 
     def run(self, what: str, loss: Loss, leaves: Sequence[_Leaf]) -> float:
-        """Compare all leaves on all ranks; GradientError for the worst, if it is beyond tolerance."""
-        worst, at = _Found(0.0, 0, 0.0, 0.0), (0, leaves[0])
+        """Compare all leaves on all ranks, and return the largest error. GradientError if it exceeds the tolerance."""
+        worst, at = _Comparison(0.0, 0, 0.0, 0.0), (0, leaves[0])
         for leaf in leaves:
             for owner in (0,) if leaf.shared else range(self.comm.size):
                 found = self._worst_on(owner, loss, leaf)
@@ -141,19 +144,19 @@ class _Check(NamedTuple):
                     worst, at = found, (owner, leaf)
         if not worst.error <= 1:
             owner, leaf = at
-            text = self._describe(leaf, worst) if self.comm.rank == owner else ""  # who knows the shape
+            text = self._describe(leaf, worst) if self.comm.rank == owner else ""  # only the owner knows the shape
             text = f"wrong {what}: rank {owner}, {leaf.name}, {broadcast_object(self.comm, text, owner)}"
-            raise GradientError(text + (CONVENTION if what == _FIRST else f"; {_NOT_TWICE}"))
+            raise GradientError(text + (CONVENTION_HINT if what == _FIRST_ORDER else f"; {_SECOND_ORDER_HELP}"))
         return worst.error
 
-    def _worst_on(self, owner: int, loss: Loss, leaf: _Leaf) -> _Found:
-        """Move elements on `owner`; what it found, on all ranks."""
+    def _worst_on(self, owner: int, loss: Loss, leaf: _Leaf) -> _Comparison:
+        """Change elements on rank `owner`, and return its worst comparison on all ranks."""
         comm, moving = self.comm, leaf.shared or self.comm.rank == owner
         values, gradient = _reals(leaf.tensor.detach()), _reals(leaf.gradient.detach().resolve_conj().contiguous())
         count = gathered(comm, [values.numel()])[owner][0]
         generator = torch.Generator().manual_seed(self.seed)
         indices = torch.randperm(count, generator=generator)[: self.samples].tolist()
-        worst = _Found(0.0, 0, 0.0, 0.0)
+        worst = _Comparison(0.0, 0, 0.0, 0.0)
         for index in indices:
             sides = []
             for step in (self.step, -self.step):
@@ -169,28 +172,28 @@ class _Check(NamedTuple):
             mine = float(gradient[index]) if moving else 0.0
             error = abs(mine - slope) / (self.atol + self.rtol * abs(slope))
             if moving and not error <= worst.error:
-                worst = _Found(error, index, mine, slope)
+                worst = _Comparison(error, index, mine, slope)
         error, position, mine, slope = gathered(comm, worst, torch.float64)[owner]
-        return _Found(error, int(position), mine, slope)
+        return _Comparison(error, int(position), mine, slope)
 
-    def _describe(self, leaf: _Leaf, found: _Found) -> str:
-        index, part, shape = found.position, "", tuple(leaf.tensor.shape)
+    def _describe(self, leaf: _Leaf, comparison: _Comparison) -> str:
+        index, part, shape = comparison.position, "", tuple(leaf.tensor.shape)
         if leaf.tensor.is_complex():
-            index, part = found.position // 2, (" (real part)", " (imaginary part)")[found.position % 2]
+            index, part = index // 2, (" (real part)", " (imaginary part)")[index % 2]
         place = tuple(int(i) for i in torch.unravel_index(torch.tensor(index), shape))
         return (
-            f"index {place}{part}, of shape {shape}: the backward pass gives {found.gradient:.10g}, finite differences "
-            f"{found.slope:.10g} (the losses of {self.comm.size} ranks summed)"
+            f"index {place}{part}, of shape {shape}: the backward pass gives {comparison.gradient:.10g}, finite "
+            f"differences give {comparison.slope:.10g} (losses summed over {self.comm.size} ranks)"
         )
 
 
 def _reals(x: Tensor) -> Tensor:
-    """A flat view of x as real numbers."""
+    """Return a flat view of x as real numbers."""
     return (torch.view_as_real(x) if x.is_complex() else x).view(-1)
 
 
 def _inner(a: Tensor, b: Tensor) -> Tensor:
-    """The real inner product, whose gradient is what torch calls the gradient, of complex numbers too."""
+    """Return the real inner product. Its gradient follows torch's convention for complex numbers."""
     return (a * b.conj()).real.sum() if a.is_complex() else (a * b).sum()
 
 

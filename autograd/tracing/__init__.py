@@ -1,4 +1,4 @@
-"""What all ranks compute and communicate, as one trace."""
+"""Record the computation and communication of all ranks in one trace."""
 
 from .tracing import Tracing, trace
 

@@ -1,7 +1,7 @@
-"""The records of all ranks as one trace: lanes, who came late to a collective, what was exposed, arrows between ranks.
+"""Merge the records of all ranks into one trace: lanes, stragglers, exposed communication, arrows between ranks.
 
-Each rank places its own slices in lanes and says what of its communication is exposed (`RankTrace.of`); rank 0 brings
-them to one clock, and adds what only all ranks together tell (`events`).
+Each rank assigns its slices to lanes and computes its exposed communication (`RankTrace.of`). Rank 0 converts them to
+one clock, and adds the information that needs all ranks (`events`).
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from pynccl.comm.collectives import bus_factor
 
 from .recording import COMM, EXPOSED, FLOWS, HOST, KERNELS, LAUNCHES, Lane, Recording, Slice
 
-_KINDS = ("steps", "thread", "gpu", "comm")  # of lanes, from the top of a rank to its bottom
+_KINDS = ("steps", "thread", "gpu", "comm")  # of lanes, from top to bottom
 
 
 class RankTrace(NamedTuple):
-    """What one rank contributes, with the times of its own clock.
+    """The trace of one rank, in the times of its own clock.
 
     begin, end  of the block
     raised      the exception that ended the block, or ""
     comms       uid -> name, rank, size
-    lanes       the slices of each, from the top to the bottom: tid 1, 2, ..
-    flows       the profiler's arrows: from an operator to the node that it made, from a launch to its kernel
-    summary     milliseconds of the block, of communication, and of that what was exposed
+    lanes       the slices of each lane, from top to bottom: tid 1, 2, ..
+    flows       the profiler's arrows: from an operator to its backward node, from a launch to its kernel
+    summary     milliseconds of the block, of communication, and of exposed communication
     offset      seconds that this rank's clock is ahead of rank 0's"""
 
     rank: int
@@ -50,11 +50,11 @@ class RankTrace(NamedTuple):
 
     @classmethod
     def of(cls, rank: int, recording: Recording, begin: float, end: float, raised: str, seconds: float) -> RankTrace:
-        """seconds: for which streams are waited for"""
+        """seconds: maximum wait for streams"""
         slices, profiled = recording.finish(begin, end, seconds)
         comms = recording.comms
         lanes = in_lanes([*placed(slices, profiled), *_slices_of(profiled)], list(comms))
-        found = [one for same in lanes for one in same]
+        found = [piece for lane in lanes for piece in lane]
         calls = [one for one in found if one.category == COMM]
         waits = covered([(one.begin, one.end) for one in found if one.category == EXPOSED])
         for one in calls:
@@ -67,7 +67,7 @@ class RankTrace(NamedTuple):
             "communication_ms": round(sum(stop - start for start, stop in busy) * 1e3, 3),
             "exposed_ms": round(sum(within(waits, *interval) for interval in busy) * 1e3, 3),
         }
-        tids = {same[0].lane: tid for tid, same in enumerate(lanes, 1)}
+        tids = {pieces[0].lane: tid for tid, pieces in enumerate(lanes, 1)}
         arrows = ((one, tids.get(_lane_of(one))) for one in profiled if one["cat"] in FLOWS)
         flows = [one | {"id": f"{rank}/{one['id']}", "tid": tid} for one, tid in arrows if tid is not None]
         where = socket.gethostname(), os.getpid(), str(recording.device)
@@ -79,9 +79,9 @@ class RankTrace(NamedTuple):
     @classmethod
     def from_bytes(cls, data: bytes) -> RankTrace:
         found: Any = cls(*json.loads(gzip.decompress(data)))
-        lanes = [[Slice(**one | {"lane": Lane(*one["lane"])}) for one in same] for same in found.lanes]
-        made: RankTrace = found._replace(lanes=lanes)
-        return made
+        lanes = [[Slice(**one | {"lane": Lane(*one["lane"])}) for one in pieces] for pieces in found.lanes]
+        result: RankTrace = found._replace(lanes=lanes)
+        return result
 
 
 # One rank.
@@ -100,14 +100,15 @@ def _slices_of(events: list[Event]) -> Iterator[Slice]:
 
 
 def in_lanes(slices: list[Slice], uids: list[str]) -> list[list[Slice]]:
-    """Lanes as they stand below each other, those of one kind in the order in which they were first used; in each the
-    slices in order, each within the one around it: the profiler's clock is good to about a microsecond."""
+    """Return the lanes from top to bottom, each with its slices in order. Lanes of one kind are in order of first use.
+
+    Truncate a slice that overlaps the end of the one around it: the profiler's clock is accurate to a microsecond."""
     lanes: dict[Lane, list[Slice]] = defaultdict(list)
     for one in sorted(slices, key=lambda one: (one.begin, -one.end)):
         lanes[one.lane].append(one)
-    for same in lanes.values():
+    for pieces in lanes.values():
         around: list[Slice] = []
-        for one in same:
+        for one in pieces:
             while around and around[-1].end <= one.begin:
                 around.pop()
             if around:
@@ -122,17 +123,18 @@ def in_lanes(slices: list[Slice], uids: list[str]) -> list[list[Slice]]:
 
 
 def placed(slices: list[Slice], events: list[dict[str, Any]]) -> list[Slice]:
-    """The slices, where the profiler's events say that they belong."""
+    """Return the slices, after using the profiler's events to name and place them."""
     _name_backward(slices, events)
     return slices + list(_kernels(slices, events))
 
 
 def _name_backward(slices: list[Slice], events: list[dict[str, Any]]) -> None:
-    """A call that an autograd function makes in the backward pass belongs to the layer whose forward pass made it: the
-    profiler links the node that ran last in its thread to the operator that made the node."""
+    """Set the layer of calls that an autograd function makes in the backward pass.
+
+    The profiler links the node that ran last in the thread to the operator that created it in the forward pass."""
     flows = [one for one in events if one["cat"] == "fwdbwd"]
-    made = {one["id"]: one for one in flows if one["ph"] == "s"}
-    ran = sorted((one["tid"], one["ts"], one["id"]) for one in flows if one["ph"] == "f" and one["id"] in made)
+    created = {one["id"]: one for one in flows if one["ph"] == "s"}
+    ran = sorted((one["tid"], one["ts"], one["id"]) for one in flows if one["ph"] == "f" and one["id"] in created)
     layers = [one for one in events if one["cat"] == "user_annotation"]
     for call in slices:
         if call.category != COMM or call.args.get("phase") != "backward" or "function" not in call.args:
@@ -140,7 +142,7 @@ def _name_backward(slices: list[Slice], events: list[dict[str, Any]]) -> None:
         number = bisect_right(ran, (call.thread, call.launched * 1e6, float("inf"))) - 1
         if number < 0 or ran[number][0] != call.thread:
             continue
-        at = made[ran[number][2]]
+        at = created[ran[number][2]]
         around = [one for one in layers if one["tid"] == at["tid"] and one["ts"] <= at["ts"] <= one["ts"] + one["dur"]]
         if around:
             layer = max(around, key=lambda one: float(one["ts"]))["name"].removesuffix(" recompute")
@@ -148,7 +150,7 @@ def _name_backward(slices: list[Slice], events: list[dict[str, Any]]) -> None:
 
 
 def _kernels(slices: list[Slice], events: list[dict[str, Any]]) -> Iterator[Slice]:
-    """On a GPU calls are moved to where their kernels ran. Yields where communication ran and nothing was computed."""
+    """On a GPU, move calls to the times of their kernels. Yield slices where communication ran without computation."""
     launches = {one["args"].get("correlation"): one for one in events if one["cat"] in LAUNCHES}
     if not launches:
         return
@@ -176,7 +178,7 @@ def _kernels(slices: list[Slice], events: list[dict[str, Any]]) -> Iterator[Slic
 
 
 def covered(intervals: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The times that lie in at least one of the intervals, as intervals that do not touch."""
+    """Return the union of the intervals, as disjoint intervals."""
     found: list[tuple[float, float]] = []
     for begin, end in sorted(intervals):
         if found and begin <= found[-1][1]:
@@ -187,7 +189,7 @@ def covered(intervals: Sequence[tuple[float, float]]) -> list[tuple[float, float
 
 
 def within(intervals: Sequence[tuple[float, float]], begin: float, end: float) -> float:
-    """How many seconds between the two lie in intervals that do not touch."""
+    """Return the seconds between begin and end that disjoint intervals cover."""
     total = 0.0
     for start, stop in intervals[bisect_right(intervals, begin, key=lambda one: one[1]) :]:
         if start >= end:
@@ -199,7 +201,7 @@ def within(intervals: Sequence[tuple[float, float]], begin: float, end: float) -
 def without(
     intervals: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]
 ) -> Iterator[tuple[float, float]]:
-    """The times that lie in one of the intervals and in none of the others."""
+    """Yield the times in the intervals but not in the others."""
     marks = [(at, change) for begin, end in covered(intervals) for at, change in ((begin, 1), (end, -1))]
     marks += [(at, change) for begin, end in covered(others) for at, change in ((begin, 2), (end, -2))]
     state, since = 0, 0.0
@@ -213,36 +215,36 @@ def without(
 
 
 def events(traces: Sequence[RankTrace]) -> Iterator[Event]:
-    """Names, then the slices of each rank, then arrows; from the first begin on, by rank 0's clock."""
-    begins = [(one.begin, *(piece.begin for same in one.lanes for piece in same)) for one in traces]
+    """Yield names and slices of each rank, then arrows. Times are those of rank 0's clock since the first begin."""
+    begins = [(one.begin, *(piece.begin for pieces in one.lanes for piece in pieces)) for one in traces]
     zero = min(min(found) - one.offset for found, one in zip(begins, traces, strict=True))
-    met: dict[str, set[_Place]] = defaultdict(set)
+    places_of: dict[str, set[_Place]] = defaultdict(set)
     for trace in traces:
-        for tid, same in enumerate(trace.lanes, 1):
-            for piece in same:
+        for tid, pieces in enumerate(trace.lanes, 1):
+            for piece in pieces:
                 piece.begin, piece.end = piece.begin - trace.offset - zero, piece.end - trace.offset - zero
                 for key in piece.keys:
-                    met[key].add(_Place(piece.begin, piece.end, trace.rank, tid))
+                    places_of[key].add(_Place(piece.begin, piece.end, trace.rank, tid))
     for trace in traces:
         rank = trace.rank
         yield from chrome.process(rank, f"rank {rank}", f"{trace.device}, pid {trace.pid} on {trace.host}")
-        for tid, same in enumerate(trace.lanes, 1):
-            yield from chrome.lane(rank, tid, _name(same[0].lane, trace, traces))
-            for piece in same:
-                across = _across_ranks(piece, met[piece.keys[0]]) if len(piece.keys) == 1 else {}
+        for tid, pieces in enumerate(trace.lanes, 1):
+            yield from chrome.lane(rank, tid, _name(pieces[0].lane, trace, traces))
+            for piece in pieces:
+                across = _across_ranks(piece, places_of[piece.keys[0]]) if len(piece.keys) == 1 else {}
                 args = piece.args | across
                 yield chrome.piece(piece.name, piece.category, rank, tid, piece.begin, piece.end, args)
         for one in trace.flows:
             yield one | {"pid": rank, "ts": chrome.micro(one["ts"] / 1e6 - trace.offset - zero)}
         if trace.raised:
             yield chrome.moment(f"raised {trace.raised}", "end", rank, 0, trace.end - trace.offset - zero)
-    for number, (key, places) in enumerate(met.items(), 1):
+    for number, (key, places) in enumerate(places_of.items(), 1):
         title = key.partition(" ")[2]
         yield from chrome.arrows(number, title, [(at.begin, at.rank, at.tid) for at in sorted(places)])
 
 
 def metadata(traces: Sequence[RankTrace], missing: Mapping[int, str]) -> dict[str, Any]:
-    """Of the file as a whole.   missing: rank -> why it is not in it"""
+    """Return the metadata of the file.   missing: rank -> why it is not in the file"""
     found: dict[str, Any] = {"source": "pynccl_autograd.trace", "ranks": len(traces)}
     found["summary"] = {f"rank {one.rank}": one.summary for one in traces}
     found["clock_offset_us"] = {f"rank {one.rank}": round(one.offset * 1e6, 3) for one in traces}
@@ -254,7 +256,7 @@ def metadata(traces: Sequence[RankTrace], missing: Mapping[int, str]) -> dict[st
 
 
 class _Place(NamedTuple):
-    """One rank's part of a collective."""
+    """The slice of one rank in a collective."""
 
     begin: float
     end: float
@@ -265,7 +267,7 @@ class _Place(NamedTuple):
 def _name(lane: Lane, trace: RankTrace, traces: Sequence[RankTrace]) -> str:
     if lane.kind in ("steps", "gpu"):
         return "steps" if lane.kind == "steps" else f"stream {lane.number}"
-    lanes = [same[0].lane for same in trace.lanes]
+    lanes = [pieces[0].lane for pieces in trace.lanes]
     which = [other for other in lanes if other._replace(number=0) == lane._replace(number=0)].index(lane)
     number = f" {which + 1}" if which else ""
     if lane.kind == "thread":
@@ -282,11 +284,11 @@ def _name(lane: Lane, trace: RankTrace, traces: Sequence[RankTrace]) -> str:
 
 
 def _across_ranks(piece: Slice, places: set[_Place]) -> dict[str, Any]:
-    """Of a collective: which rank came last, and the bandwidth from then on."""
-    if len(places) < 2 or piece.name.endswith("(has not ended)"):
+    """Return the arguments that compare ranks: delays, the last rank, and the bandwidth after it has begun."""
+    if len(places) < 2 or piece.name.endswith("(not ended)"):
         return {}
     first, last = min(places), max(places)
-    moving = max(piece.begin, min(last.begin, piece.end))  # from when all ranks are there
+    moving = max(piece.begin, min(last.begin, piece.end))  # all ranks have begun
     found: dict[str, Any] = {
         "late_us": round((piece.begin - first.begin) * 1e6, 3),
         "last_rank": last.rank,

@@ -1,7 +1,7 @@
-"""What one rank records: a torch.profiler with the layers as ranges, and the calls of all communicators.
+"""The recording of one rank: a torch.profiler with layers as ranges, and the calls of all communicators.
 
-Operators, kernels and layers are the profiler's. Calls are slices of this rank's own: bounded by the CPU's time, by
-events on a host stream, and on a GPU by the kernels that the call launched.
+The profiler records operators, kernels and layers. Communication calls are recorded here. A call is timed by the clock
+on the CPU, by events on a host stream, and by its kernels on a GPU.
 """
 
 from __future__ import annotations
@@ -38,24 +38,26 @@ from ..torch_internals import backward_pass, hooking_all_modules, profiler_enabl
 
 now = time.perf_counter
 STEP, COMM, EXPOSED = "step", "comm", "exposed"  # categories; EXPOSED: computation waits for communication
-HOST = -1  # stream of calls that are the CPU's work, in a process with a GPU
+HOST = -1  # stream of calls that run on the CPU, in a process with a GPU
 KERNELS, LAUNCHES, FLOWS = ("kernel", "gpu_memcpy", "gpu_memset"), ("cuda_runtime", "cuda_driver"), ("fwdbwd", "ac2g")
 _KEPT = ("cpu_op", "user_annotation", "gpu_user_annotation", *FLOWS, *LAUNCHES, *KERNELS)
 _NO_PASS = -1
 _POLL_SECONDS = 0.0005
 
-# Operations whose buffer has one block per rank: `bytes` counts all of them, as nccl-tests does.
+# Operations whose buffer has one block per rank: `bytes` counts all blocks, as in nccl-tests.
 _BLOCKS = ("all_gather", "reduce_scatter", "all_to_all", "alltoall", "gather", "scatter")
-_OPERATORS = frozenset(map(int, RedOp))  # any other number is a PreMulSum's
-_PEER = 3  # inputs of a message: buffer, count, type, peer
-_MOST_CALLS = 8  # of a group, that are listed one by one
+_OPERATORS = frozenset(map(int, RedOp))  # other numbers are PreMulSum operators
+_PEER = 3  # inputs of send and recv: buffer, count, type, peer
+_MAX_CALLS = 8  # listed for a group
 
 
 class Lane(NamedTuple):
-    """kind    "steps", "thread", "gpu" (a stream of computation) or "comm"
+    """A row of the trace.
+
+    kind    "steps", "thread", "gpu" (a compute stream) or "comm"
     number  of the thread, or of the stream
-    comm    uid of the communicator;  rank: this rank's number in it
-    side    of "comm": the stream is not the one that computes"""
+    comm    uid of the communicator;  rank: this rank in it
+    side    for "comm": whether the stream is not the compute stream"""
 
     kind: str
     number: int = 0
@@ -66,10 +68,12 @@ class Lane(NamedTuple):
 
 @dataclass
 class Slice:
-    """begin, end  seconds of perf_counter(); while recording also events of a host stream, None: has not ended
-    keys        of communication: the same on all ranks that take part in it
-    thread      that has launched it, and when
-    blocks      the thread waits for it"""
+    """A time interval in a lane.
+
+    begin, end        seconds of perf_counter(); while recording also events of a host stream. None: not ended
+    keys              identify communication: equal on all participating ranks
+    thread, launched  the thread that has launched it, and the time
+    blocks            whether the thread waits for it"""
 
     lane: Lane
     name: str
@@ -89,24 +93,26 @@ class _Thread(threading.local):
 
 
 class Recording(Observer):
-    """model: its modules have the names that they have in it; modules of others, in the module that is called first"""
+    """An observer that records this rank.
+
+    model  names its modules; other modules are named relative to the outermost module that is called"""
 
     def __init__(self, device: torch.device, model: nn.Module | None) -> None:
         self.device = device
         self.comms: dict[str, tuple[str, int, int]] = {}  # uid -> name, rank, size
         self._slices: list[Slice] = []
         self._profiler: profile | None = None
-        self._clock = 0.0  # perf_counter() less the time of day, which is the profiler's
+        self._clock = 0.0  # perf_counter() minus the time of day, which the profiler uses
         self._thread = _Thread()
-        self._count: Counter[tuple[Any, ...]] = Counter()  # calls of each communicator, messages of each pair
+        self._count: Counter[tuple[Any, ...]] = Counter()  # calls per communicator, messages per pair of ranks
         self._names: dict[int, str] = {}
-        self._roots: list[nn.Module] = []  # keeps the modules, and so their ids, alive
+        self._roots: list[nn.Module] = []  # keeps the modules alive, so that their ids stay unique
         if model is not None:
             self._name_all(model)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Layers are recorded in the block; the profiler runs until `stop`."""
+        """Record layers in the block, and run the profiler until `stop`."""
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self.device.type == "cuda" else [])
         with hooking_all_modules():
             before = register_module_forward_pre_hook(self._enter)
@@ -121,23 +127,25 @@ class Recording(Observer):
                 after.remove()
 
     def stop(self) -> None:
-        """Stop the profiler, without which no other can start."""
+        """Stop the profiler, so that another one can start."""
         if self._profiler is not None and profiler_enabled():
             self._profiler.stop()
-        elif self._profiler is not None:  # to export what another profiler has ended crashes the process
+        elif self._profiler is not None:  # exporting a profile that another profiler has ended crashes the process
             self._profiler = None
-            text = "trace: another torch.profiler has ended the trace's: operators and kernels are not in the file"
+            text = (
+                "trace: another torch.profiler has stopped the trace's profiler; the file has no operators and kernels"
+            )
             warnings.warn(text, RuntimeWarning, stacklevel=2)
 
     @contextlib.contextmanager
     def step(self, name: str) -> Iterator[None]:
-        one = self._begun(Slice(Lane("steps"), name, STEP, now()))
+        one = self._add(Slice(Lane("steps"), name, STEP, now()))
         try:
             yield
         finally:
             one.end = now()
 
-    def _begun(self, one: Slice) -> Slice:
+    def _add(self, one: Slice) -> Slice:
         self._slices.append(one)
         return one
 
@@ -150,18 +158,18 @@ class Recording(Observer):
         if id(module) not in self._names and not stack:
             self._name_all(module)
         name = self._names.get(id(module)) or f"{stack[-1][1]}.{type(module).__name__}"
-        shown = record_function(name if backward_pass() == _NO_PASS else f"{name} recompute")
-        shown.__enter__()
-        stack.append((module, name, shown))
+        span = record_function(name if backward_pass() == _NO_PASS else f"{name} recompute")
+        span.__enter__()
+        stack.append((module, name, span))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         stack = self._thread.modules
         if torch.compiler.is_compiling() or not any(one is module for one, *_ in stack):  # entered before the block
             return
         left = None
-        while left is not module:  # an exception has left the modules within it
-            left, _, shown = stack.pop()
-            shown.__exit__(None, None, None)
+        while left is not module:  # an exception has skipped the hooks of the inner modules
+            left, _, span = stack.pop()
+            span.__exit__(None, None, None)
 
     def _name_all(self, root: nn.Module) -> None:
         self._roots.append(root)
@@ -172,21 +180,21 @@ class Recording(Observer):
     # Calls
 
     def launching(self, calls: Sequence[Observed]) -> OnEnd:
-        """See Observer. Calls of one communicator that are launched together on one stream are one slice."""
+        """See Observer. Calls of a group on one communicator and stream form one slice."""
         together: dict[tuple[int, int], list[Observed]] = {}
         for call in calls:
             together.setdefault((id(call.comm), _stream_of(call)), []).append(call)
-        begun: list[tuple[Slice, Communicator, int]] = []
+        started: list[tuple[Slice, Communicator, int]] = []
         with contextlib.suppress(Exception):  # a trace must not break the program
-            if self.device.type != "cuda" or not is_capturing(self.device):  # what is captured does not run
+            if self.device.type != "cuda" or not is_capturing(self.device):  # captured calls do not run
                 marks: dict[int, Any] = {}
-                for (_, stream), same in together.items():
-                    comm = same[0].comm
-                    begun.append((self._call(same, stream, _mark(comm, stream, marks)), comm, stream))
+                for (_, stream), group in together.items():
+                    comm = group[0].comm
+                    started.append((self._call(group, stream, _mark(comm, stream, marks)), comm, stream))
 
         def launched(error: BaseException | None) -> None:
             marks: dict[int, Any] = {}
-            for one, comm, stream in begun:
+            for one, comm, stream in started:
                 if error is not None:
                     one.args["error"] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
                 with contextlib.suppress(Exception):
@@ -211,10 +219,10 @@ class Recording(Observer):
         self.comms.setdefault(comm.uid, (args["comm"], comm.rank, comm.size))
         blocks = comm.library.is_host and not stream
         one = Slice(lane, " ".join(filter(None, words)), COMM, begin, None, args, tuple(keys), blocks=blocks)
-        return self._begun(one)
+        return self._add(one)
 
     def _keys(self, call: Observed) -> Iterator[str]:
-        """By which ranks find each other's calls: "UID #3 all_reduce", "UID 0>1 2"; none for one that is made alone."""
+        """Yield the keys that match calls across ranks: "UID #3 all_reduce", "UID 0>1 2"; none for a local call."""
         uid, rank, message = call.comm.uid, call.comm.rank, _message(call)
         if message:
             peer = int(call.inputs[_PEER])
@@ -229,10 +237,10 @@ class Recording(Observer):
         return self._count[counter]
 
     def waiting(self) -> OnEnd | None:
-        """See Observer. On a GPU it is the stream that waits: see merge.py."""
+        """See Observer. On a GPU, the stream waits instead: see merge.py."""
         if self.device.type == "cuda":
             return None
-        one = self._begun(Slice(Lane("thread", threading.get_native_id()), "waits for communication", EXPOSED, now()))
+        one = self._add(Slice(Lane("thread", threading.get_native_id()), "waits for communication", EXPOSED, now()))
 
         def waited(error: BaseException | None) -> None:
             one.end = now()
@@ -242,13 +250,14 @@ class Recording(Observer):
     # After the block
 
     def finish(self, begin: float, end: float, seconds: float) -> tuple[list[Slice], list[dict[str, Any]]]:
-        """The slices of the block, and the profiler's events with `ts` in microseconds of perf_counter(); waits for
-        streams, at most so many seconds."""
+        """Return the slices of the block and the profiler's events, with `ts` in microseconds of perf_counter().
+
+        Wait up to `seconds` for streams."""
         until = now() + seconds
         for mark in [mark for one in self._slices for mark in (one.begin, one.end)]:
             while mark is not None and _time_of(mark) is None and now() < until:
                 time.sleep(_POLL_SECONDS)
-        if self.device.type == "cuda":  # the profiler waits for the GPU, which may wait for a rank that is gone
+        if self.device.type == "cuda":  # the profiler waits for the GPU, which may wait for a dead rank
             waiting = threading.Thread(target=torch.cuda.synchronize, args=(self.device,), daemon=True)
             waiting.start()
             waiting.join(max(until - now(), 0.0))
@@ -259,7 +268,7 @@ class Recording(Observer):
         for one in slices:
             one.begin, one.end = _time_of(one.begin), _time_of(one.end)
             if one.end is None:
-                one.name, one.end = f"{one.name} (has not ended)", max(end, one.begin)
+                one.name, one.end = f"{one.name} (not ended)", max(end, one.begin)
         waits = [one for one in slices if one.blocks]
         slices += [Slice(Lane("thread", one.thread), one.name, EXPOSED, one.begin, one.end) for one in waits]
         return slices, self._events(begin * 1e6, end * 1e6)
@@ -277,19 +286,19 @@ class Recording(Observer):
 
 
 def arguments(calls: Sequence[Observed], function: str) -> dict[str, Any]:
-    """Of calls that are launched together, the arguments of their slice."""
+    """Return the arguments of the slice of calls that are launched together."""
     comm, details = calls[0].comm, [_details(call) for call in calls]
-    name = "x".join(comm.origin.axes) or comm.name  # of the axes of a mesh
+    name = "x".join(comm._lineage.axes) or comm.name  # axes of a mesh
     args = {"comm": name, "operation": _operation(calls, function), "bytes": sum(nbytes for nbytes, _ in details)}
     if len(calls) == 1:
         return args | details[0][1]
-    texts = [_text(call) for call in calls[:_MOST_CALLS]]
+    texts = [_text(call) for call in calls[:_MAX_CALLS]]
     more = len(calls) - len(texts)
     return args | {"calls": texts + ([f"... {more} more"] if more else [])}
 
 
 def _message(call: Observed) -> str:
-    """ "send", "recv" or "", also of an operation that is made of such: gather_v, scatter_v."""
+    """Return "send", "recv" or ""; also for operations that consist of them: gather_v, scatter_v."""
     if call.operation in ("send", "recv"):
         return call.operation if call.inputs else ""
     if call.operation in ARGUMENTS or len(call.inputs) != _PEER + 1:
@@ -298,7 +307,7 @@ def _message(call: Observed) -> str:
 
 
 def _details(call: Observed) -> tuple[int, dict[str, Any]]:
-    """Bytes, and {count, dtype, op, root, peer}, as far as the operation has them."""
+    """Return the bytes, and those of {count, dtype, op, root, peer} that the operation has."""
     at, names = ARGUMENTS.get(_message(call) or call.operation, (0, ()))
     if not at or not call.inputs:
         return 0, {}
@@ -316,7 +325,7 @@ def _text(call: Observed) -> str:
 
 
 def _operation(calls: Sequence[Observed], function: str) -> str:
-    """ "all_reduce", "2 all_gather + broadcast"; of an autograd function that sends, "HaloExchange: 2 send + recv"."""
+    """Return "all_reduce", "2 all_gather + broadcast", or, for an autograd function, "HaloExchange: 2 send + recv"."""
     messages = [_message(call) for call in calls]
     if len(calls) == 1 and not messages[0]:
         return calls[0].operation
@@ -329,23 +338,23 @@ def _operation(calls: Sequence[Observed], function: str) -> str:
 
 
 def _stream_of(call: Observed) -> int:
-    """On a GPU, calls that launch nothing (barrier, split, ...) are the CPU's work."""
+    """Return the stream of a call. On a GPU, calls that launch nothing (barrier, split, ...) run on the CPU."""
     return HOST if isinstance(call, ControlCall) and not call.comm.library.is_host else call.stream
 
 
 def _mark(comm: Communicator, stream: int, marks: dict[int, Any]) -> Any:
-    """This moment of a stream: an event of a host stream, else the time. Calls launched together share it."""
+    """Return a mark of a stream: an event of a host stream, else the time. Calls launched together share it."""
     key = int(stream) if comm.library.is_host else 0
     if key not in marks:
         found = None
         if key:
-            found = stream.owner if type(stream) is Handle else host_module().made_here(stream)
+            found = stream.owner if type(stream) is Handle else host_module().stream_from_handle(stream)
         marks[key] = found.record() if found is not None and hasattr(found, "submit") else now()
     return marks[key]
 
 
 def _time_of(mark: Any) -> float | None:
-    """When it was; None if it has not happened."""
+    """Return the time of a mark; None if it is pending."""
     if mark is None or isinstance(mark, float):
         return mark
     return float(mark.moment) if mark.query() else None

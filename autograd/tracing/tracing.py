@@ -1,4 +1,4 @@
-"""trace: what all ranks compute and communicate, and when, in one file for ui.perfetto.dev."""
+"""trace: record the computation and communication of all ranks in one file for ui.perfetto.dev."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import cast
 
 import torch
 from torch import nn
@@ -28,9 +27,9 @@ from . import merge
 from .merge import RankTrace
 from .recording import Recording, now
 
-_RAISED_SECONDS = 1.0  # for which a rank whose block has raised waits for the others, who may be waiting for it
-_END_SECONDS = 5.0  # for which the communicator of the traces may take to end
-_ROUNDS = 20  # of measuring clocks
+_RAISED_SECONDS = 1.0  # a rank whose block has raised waits for the others, which may be blocked by it
+_END_SECONDS = 5.0  # timeout for destroying the communicator of the traces
+_ROUNDS = 20  # of clock measurements
 _active: list[Tracing] = []
 _changing = threading.Lock()
 os.register_at_fork(after_in_child=_active.clear)
@@ -43,61 +42,61 @@ def trace(
     model: nn.Module | None = None,
     timeout: float = 30.0,
 ) -> Tracing:
-    """Record what runs in the block, on all ranks, and write one trace for ui.perfetto.dev.
+    """Record what runs in the block on all ranks, and write one trace for ui.perfetto.dev.
 
         with ad.trace("step.json.gz", comm, model=model) as trace:
             for number in range(3):
                 with trace.span(f"step {number}"):
                     train_step(model, batch)
 
-    path     rank 0 writes this file after all ranks have left the block: Chrome's trace format (JSON), compressed if
-             the name ends in .gz
-    comm     its ranks are in the trace, with what they do on all communicators; every one of them must enter the block.
-             None: this process alone; each process of a launch then writes a file of its own, with ".rank0" and so on
-             before the suffix. Use it where all ranks are in one process (init_all)
-    model    gives its modules their names; without it, they have the names in the module that is called
-    timeout  seconds for which the ranks wait for each other at the end of the block
+    path     output file, written by rank 0 after all ranks have left the block: Chrome's trace format (JSON),
+             compressed if the name ends in .gz
+    comm     records the ranks of this communicator, with their calls on all communicators; every rank must enter the
+             block. None: record this process only; each process of a launch then writes its own file, with ".rank0"
+             and so on before the suffix. Use None if all ranks are in one process (init_all)
+    model    names the modules; without it, names start at the module that is called
+    timeout  seconds that the ranks wait for each other at the end of the block
 
     Each rank is a process in the trace, with the lanes `steps` (spans), `cpu` (layers, torch's operators, waits for
     communication), one for each stream of a GPU (kernels), and one for each communicator and stream. docs/trace.md
-    explains the slices. A torch.profiler runs in the block. Nothing in the block is synchronized; the end of the block
-    waits for work on streams, at most `timeout` seconds.
+    explains the slices. A torch.profiler runs in the block. The trace does not synchronize within the block; the end of
+    the block waits up to `timeout` seconds for work on streams.
 
-    If the block raises on a rank, the exception goes on, and what was recorded is written all the same. If a rank does
-    not come to the end in time, rank 0 writes its own part to `path` and every other rank that lives a file of its own,
-    named as above; each warns.
+    If the block raises on a rank, the exception propagates, and the trace is still written. If a rank does not reach
+    the end of the block in time, rank 0 writes its own trace to `path`, and every other live rank writes its own file,
+    named as above; each of them warns.
 
     Raises before the block, on every rank: OSError (RuntimeError on the other ranks) if the path cannot be written;
-    RuntimeError if a trace or a torch.profiler is active in the process; TypeError and ValueError for other arguments.
+    RuntimeError if a trace or a torch.profiler is active in the process; TypeError or ValueError for invalid arguments.
     """
     if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
-        raise TypeError(f"trace: path is {shown(path)}, expected that of a file, such as 'trace.json.gz'")
+        raise TypeError(f"trace: path is {shown(path)}, expected the path of a file, such as 'trace.json.gz'")
     if comm is not None:
         check_comm("trace", comm, path=path)
     if model is not None:
         instance(model, nn.Module, "trace: model", "a torch.nn.Module")
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < float("inf"):
-        raise ValueError(f"trace: timeout is {shown(timeout)}, expected seconds, above 0")
+        raise ValueError(f"trace: timeout is {shown(timeout)}, expected seconds > 0")
     return Tracing(Path(os.fspath(path)), comm, model, float(timeout))
 
 
 class Tracing(Shared):
-    """A trace that is being recorded, or was: see `trace`.
+    """A trace; see `trace`.
 
-    path     the file that this rank has written; None before, and where rank 0 has written that of all
-    summary  on the rank that has written: of each rank, milliseconds of the block, of communication, and of that what
-             was exposed
-    missing  on the rank that has written: rank -> why it is not in the file
+    path     the file that this rank has written; None before the end, and on ranks whose trace rank 0 has written
+    summary  on the rank that has written the file: per rank, milliseconds of the block, of communication, and of
+             exposed communication
+    missing  on the rank that has written the file: rank -> why it is not in the file
     """
 
     def __init__(self, path: Path, comm: Communicator | None, model: nn.Module | None, timeout: float) -> None:
         self.path: Path | None = None
         self.summary: dict[str, dict[str, float]] = {}
         self.missing: dict[int, str] = {}
-        self._asked, self._comm, self._timeout = path, comm, timeout
+        self._target, self._comm, self._timeout = path, comm, timeout
         self._recording = Recording(_device(comm), model)
         self._gathering: Gathering | None = None
-        self._recorded = contextlib.ExitStack()  # what ends with the block
+        self._recorded = contextlib.ExitStack()  # closed at the end of the block
         self._entered = False
         self._pid = os.getpid()
 
@@ -129,16 +128,16 @@ class Tracing(Shared):
     def _claim(self) -> None:
         """Become the one trace of this process, or raise."""
         if self._entered:
-            raise RuntimeError("trace: this one was entered before; make another with ad.trace(...)")
+            raise RuntimeError("trace: this trace was entered before; create a new one with ad.trace(...)")
         if profiler_enabled() and not _active:
-            raise RuntimeError("trace: a torch.profiler is active, and a trace runs one of its own; end it before")
+            raise RuntimeError("trace: a torch.profiler is active, and a trace runs its own profiler; stop yours first")
         if self._comm is None or self._comm.rank == 0:
-            _check_writable(self._own_path() if self._comm is None else self._asked)
+            _check_writable(self._own_path() if self._comm is None else self._target)
         with _changing:
             if _active:
                 raise RuntimeError(
-                    "trace: one is under way in this process already, and records this, too; end it before another. "
-                    "Where all ranks are in one process, ad.trace(path) without a communicator records them all"
+                    "trace: a trace is already active in this process; end it first. If all ranks are in one process, "
+                    "one ad.trace(path) without a communicator records all of them"
                 )
             _active.append(self)
         self._entered = True
@@ -152,7 +151,7 @@ class Tracing(Shared):
 
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """A slice of the lane `steps`: a step, or whatever you want to find again."""
+        """Add a slice to the lane `steps`, for example for a training step."""
         with self._recording.step(str(name)):
             yield
 
@@ -168,44 +167,44 @@ class Tracing(Shared):
             seconds = min(_RAISED_SECONDS, self._timeout) if raised else self._timeout
             rank = _rank_of_launch() if self._comm is None else self._comm.rank
             self._deliver(RankTrace.of(rank, self._recording, self._begin, end, raised, seconds), seconds)
-        except Exception as failed:  # a trace that fails must not hide what the block did, or raised
+        except Exception as failed:  # a failing trace must not hide the result or the exception of the block
             warnings.warn(f"trace: not written: {type(failed).__name__}: {failed}", RuntimeWarning, stacklevel=2)
         finally:
             self._release()
 
     def _deliver(self, own: RankTrace, seconds: float) -> None:
-        """Rank 0 writes the traces of all ranks; if they cannot be had, each rank writes its own."""
+        """Write the traces of all ranks on rank 0. If gathering them fails, each rank writes its own."""
         comm = self._comm
         if comm is None or self._gathering is None:
-            self._write(self._asked if comm is not None else self._own_path(), [own])
+            self._write(self._target if comm is not None else self._own_path(), [own])
             return
         try:
             traces = self._gathering.gather(own, seconds)
         except Exception as error:
             why = f"{type(error).__name__}: {error}".splitlines()[0]
             missing = {rank: why for rank in range(comm.size) if rank != comm.rank}
-            path = with_rank(self._asked, comm.rank) if comm.rank else self._asked
+            path = with_rank(self._target, comm.rank) if comm.rank else self._target
             self._write(path, [own], missing)
-            others = f"rank 0's is {self._asked}" if comm.rank else f"{with_rank(self._asked, 1).name} and the like"
+            others = f"rank 0's is {self._target}" if comm.rank else f"{with_rank(self._target, 1).name} and the like"
             warnings.warn(
-                f"trace: {path} has rank {comm.rank} alone; the others did not come to the end of the block together, "
-                f"and each that lives writes a file of its own: {others} ({why})",
+                f"trace: {path} has only rank {comm.rank}, since gathering the traces of all ranks failed; "
+                f"every other live rank writes its own file: {others} ({why})",
                 RuntimeWarning,
                 stacklevel=4,
             )
         else:
             if traces:
-                self._write(self._asked, traces)
+                self._write(self._target, traces)
 
     def _write(self, path: Path, traces: list[RankTrace], missing: Mapping[int, str] = MappingProxyType({})) -> None:
-        told = merge.metadata(traces, missing)
-        chrome.write(path, merge.events(traces), told)
-        self.path, self.summary, self.missing = path, told["summary"], dict(missing)
+        metadata = merge.metadata(traces, missing)
+        chrome.write(path, merge.events(traces), metadata)
+        self.path, self.summary, self.missing = path, metadata["summary"], dict(missing)
 
     def _own_path(self) -> Path:
-        """Of a process that is traced alone."""
+        """Return the path for a trace of this process only."""
         alone = os.environ.get("WORLD_SIZE", "1") in ("", "1")
-        return self._asked if alone else with_rank(self._asked, _rank_of_launch())
+        return self._target if alone else with_rank(self._target, _rank_of_launch())
 
 
 def with_rank(path: Path, rank: int) -> Path:
@@ -229,7 +228,7 @@ def _check_writable(path: Path) -> None:
 
 
 def _device(comm: Communicator | None) -> torch.device:
-    """Where computation is timed."""
+    """Return the device whose computation is recorded."""
     if comm is not None:
         return torch.device(comm.device)
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")
@@ -241,20 +240,21 @@ def _rank_of_launch() -> int:
 
 
 class Gathering:
-    """The traces of all ranks come to rank 0, on a communicator of their own that is split from the user's: a rank that
-    waits too long aborts this one, and the user's is as it was. Made by every rank at the begin of the block."""
+    """Gathers the traces of all ranks on rank 0. Collective: every rank constructs one at the begin of the block.
+
+    It uses a communicator split from the user's, so that a timeout aborts only the split one."""
 
     def __init__(self, comm: Communicator) -> None:
-        self._comm = cast(Communicator, comm.split(0, comm.rank))
+        self._comm = comm.split(0, comm.rank)
         self._offset = clock_offset(self._comm)
 
     def gather(self, trace: RankTrace, seconds: float) -> list[RankTrace]:
-        """The traces of all ranks on rank 0, [] on the others. Raises what kept them from coming within the time."""
+        """Return the traces of all ranks on rank 0, [] on the others. Raises if that fails or takes over `seconds`."""
 
         def late() -> NcclTimeout:
-            return NcclTimeout(f"the other ranks did not come to the end of the block within {seconds:g} s")
+            return NcclTimeout(f"the other ranks did not reach the end of the block within {seconds:g} s")
 
-        found = Wait(Clock(seconds)).beside(lambda: self._gather(trace._replace(offset=self._offset)), late)
+        found = Wait(Clock(seconds)).run_in_worker(lambda: self._gather(trace._replace(offset=self._offset)), late)
         self._comm.timeout = _END_SECONDS
         with contextlib.suppress(Exception):
             self._comm.destroy()
@@ -263,15 +263,15 @@ class Gathering:
     def _gather(self, trace: RankTrace) -> list[RankTrace]:
         comm = self._comm
         if comm.device.startswith("cuda"):
-            torch.cuda.set_device(comm.device)  # of this thread
+            torch.cuda.set_device(comm.device)  # per thread
         data = trace.to_bytes()
         counts = [row[0] for row in gathered(comm, [len(data)])]
         send = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(comm.device)
         received = send.new_empty(sum(counts)) if comm.rank == 0 else None
         comm.gather_v(send, received, 0, counts=counts)
-        found = [] if received is None else [one.numpy().tobytes() for one in received.cpu().split(counts)]
-        gathered(comm, [0])  # rank 0 has all of it
-        return [RankTrace.from_bytes(one) for one in found]
+        found = [] if received is None else [part.numpy().tobytes() for part in received.cpu().split(counts)]
+        gathered(comm, [0])  # wait until rank 0 has received everything
+        return [RankTrace.from_bytes(part) for part in found]
 
     def close(self) -> None:
         if self._comm.alive:
@@ -279,14 +279,14 @@ class Gathering:
 
 
 def clock_offset(comm: Communicator) -> float:
-    """Seconds that the clock of this rank is ahead of rank 0's; 0.0 where both may be the clock of one machine.
+    """Return the seconds that this rank's clock is ahead of rank 0's; 0.0 if both may share one clock.
 
-    No all_gather ends before all ranks have begun it, so each one bounds the difference from both sides."""
+    An all_gather ends on no rank before all ranks have begun it, so each one bounds the difference from both sides."""
     lower, upper, begun, ended = float("-inf"), float("inf"), 0, 0
     for number in range(_ROUNDS + 1):
         rows = gathered(comm, [round(now() * 1e9), ended])
         ended = round(now() * 1e9)
-        if number:  # rows[0][1]: when rank 0 saw the end of the one before
+        if number:  # rows[0][1]: rank 0's time at the end of the previous all_gather
             lower = max(lower, begun - rows[0][1])
         begun = rows[comm.rank][0]
         upper = min(upper, ended - rows[0][0])

@@ -1,1 +1,1 @@
-"""The C library: nccl.h in Python, its structs, the loaded library, its errors."""
+"""The C library: nccl.h in Python, its structs, loading, errors."""

@@ -1,8 +1,7 @@
-"""nccl.h in Python: enums, structs, and one row per C function with the version it appeared in.
+"""nccl.h in Python: enums, structs, and one row per C function with the release in which it appeared.
 
-Written from NCCL 2.32.3's nccl.h. `since` of functions and struct fields is the first minor release, of those
-from 2.18 on, whose wheel exports the symbol or declares the field; (2, 18) therefore means "2.18 or earlier".
-No other module spells a C function's signature.
+Written from NCCL 2.32.3's nccl.h. `since` of functions and struct fields is the first minor release from 2.18 on whose
+wheel exports the symbol or declares the field; (2, 18) means "2.18 or earlier". All C signatures are here.
 """
 
 from __future__ import annotations
@@ -77,14 +76,14 @@ class DataType(IntEnum):
 
 
 class Element(NamedTuple):
-    """One data type in every notation in which memory comes."""
+    """One data type in the notation of each buffer protocol."""
 
     dtype: DataType
     itemsize: int  # in bytes
-    name: str  # of torch's dtype, and of NumPy's where it has one
-    typestr: str  # of __array_interface__, without the byte order; "" where it has none
+    name: str  # of the torch dtype, and of the NumPy dtype if it has one
+    typestr: str  # of __array_interface__, without the byte order; "" if it has none
     dlpack: tuple[int, int]  # type code and bits of dlpack.h
-    bits_as: str  # torch's dtype of the same bits that computes: torch has hardly any arithmetic for wide unsigned ones
+    bits_as: str  # torch dtype of the same width for arithmetic, since torch lacks most of it for wide unsigned ints
 
 
 ELEMENTS: tuple[Element, ...] = (
@@ -136,7 +135,7 @@ class UniqueId(Structure):
 
 
 class Config(Structure):
-    """ncclConfig_t. Older libraries know a prefix of it: see CONFIG_SINCE."""
+    """ncclConfig_t. Older libraries have a prefix of it: see CONFIG_SINCE."""
 
     _fields_ = [
         ("size", c_size_t),
@@ -253,7 +252,7 @@ class WaitSignalDesc(Structure):
 
 
 class Team(Structure):
-    """ncclTeam_t: every stride-th rank, nRanks of them; passed and returned by value."""
+    """ncclTeam_t: nRanks ranks, every stride-th one. Passed and returned by value."""
 
     _fields_ = [("nRanks", c_int), ("rank", c_int), ("stride", c_int)]
 
@@ -265,7 +264,7 @@ class MultimemHandle(Structure):
 
 
 class Function(NamedTuple):
-    """A C function: what it returns, what it takes, by name as in the header, and the release that has it first."""
+    """A C function: return type, argument types, argument names as in the header, and the release that added it."""
 
     restype: Any
     argtypes: tuple[Any, ...]
@@ -278,7 +277,7 @@ def _returns(restype: Any, /, since: Version = MIN_VERSION, **arguments: Any) ->
 
 
 def _status(since: Version = MIN_VERSION, **arguments: Any) -> Function:
-    """A row for a function that returns ncclResult_t."""
+    """Return the row of a function that returns ncclResult_t."""
     return _returns(c_int, since, **arguments)
 
 
@@ -293,7 +292,7 @@ FUNCTIONS: dict[str, Function] = {
     "ncclGetLastError": _returns(c_char_p, comm=_comm),
     "ncclResetDebugInit": _returns(None, since=(2, 24)),
     "ncclSetEncryption": _status(config=POINTER(EncryptionConfig), since=(2, 32)),
-    # A new communicator
+    # Communicator creation
     "ncclGetUniqueId": _status(uniqueId=POINTER(UniqueId)),
     "ncclCommInitRank": _status(comm=POINTER(_comm), nranks=c_int, commId=UniqueId, rank=c_int),
     "ncclCommInitRankConfig": _status(
@@ -314,7 +313,7 @@ FUNCTIONS: dict[str, Function] = {
         comm=_comm, nRanks=c_int, uniqueId=POINTER(UniqueId), rank=c_int, newcomm=POINTER(_comm),
         config=POINTER(Config), since=(2, 29)
     ),
-    # A communicator: its state, its end
+    # Communicator state and teardown
     "ncclCommFinalize": _status(comm=_comm),
     "ncclCommDestroy": _status(comm=_comm),
     "ncclCommAbort": _status(comm=_comm),
@@ -433,8 +432,8 @@ FUNCTIONS: dict[str, Function] = {
     "ncclParamDumpAll": _returns(None, since=(2, 30)),
 }  # fmt: skip
 
-# The host side of nccl_device.h, raw: structs that a kernel is compiled against (communicators, requirements, barriers,
-# buffers) are void pointers here, since their layout goes with the release and only CUDA code reads them.
+# The host functions of nccl_device.h. Structs that kernels are compiled against (communicators, requirements, barriers,
+# buffers) are void pointers here, since their layout depends on the release and only CUDA code reads them.
 _devcomm = _requirements = _properties = _handle = c_void_p
 
 DEVICE_FUNCTIONS: dict[str, Function] = {
@@ -450,7 +449,7 @@ DEVICE_FUNCTIONS: dict[str, Function] = {
     "ncclTeamCftMultimem": _returns(Team, comm=_comm, since=(2, 31)),
     "ncclTeamRankToWorld": _returns(c_int, comm=_comm, team=Team, rank=c_int, since=(2, 28)),
     "ncclTeamRankToLsa": _returns(c_int, comm=_comm, team=Team, rank=c_int, since=(2, 28)),
-    # Where a window lies on the device: window, offset in bytes, whose memory, then the result
+    # Device addresses of a window: window, offset in bytes, peer, then the result
     "ncclGetPeerDevicePointer": _status(
         window=_window, offset=c_size_t, peer=c_int, outPtr=POINTER(c_void_p), since=(2, 29)
     ),
@@ -474,7 +473,7 @@ DEVICE_FUNCTIONS: dict[str, Function] = {
     "ncclGetMultimemDeviceLeInfo": _status(
         window=_window, offset=c_size_t, leId=POINTER(c_uint32), leOffset=POINTER(c_size_t), since=(2, 31)
     ),
-    # What a device communicator has to provide: sizes, then the handle and the requirement to fill in
+    # Requirements of a device communicator: sizes, then the handle and the requirement to fill in
     "ncclLsaBarrierCreateRequirement": _status(
         team=Team, nBarriers=c_int, outHandle=_handle, outReq=_requirements, since=(2, 28)
     ),
@@ -495,14 +494,14 @@ def version_code(version: Version) -> int:
 
 
 def version_tuple(code: int) -> Version:
-    """22809 -> (2, 28, 9); codes below 10000 are those of 2.8 and earlier."""
+    """22809 -> (2, 28, 9); codes below 10000 encode 2.8 and earlier."""
     if code < 10000:
         return code // 1000, code % 1000 // 100, code % 100
     return code // 10000, code % 10000 // 100, code % 100
 
 
 def struct_size(struct: type[Structure], since: dict[str, Version], version: Version) -> int:
-    """Bytes of the prefix of `struct` that a library of `version` was compiled with."""
+    """Return the size in bytes of the prefix of `struct` that a library of `version` was compiled with."""
     known = [name for name, _ in struct._fields_ if since.get(name, MIN_VERSION) <= version]  # type: ignore[misc]
     last = getattr(struct, known[-1])
     alignment = ctypes.alignment(struct)

@@ -1,7 +1,7 @@
-"""Result codes of NCCL as exceptions that say what to do.
+"""NCCL's result codes as exceptions.
 
-Every exception is a `NcclError` and carries `.code` (a `Result`, or None where NCCL was never asked). Bad arguments
-found before anything reaches NCCL are `ValueError` / `TypeError` as in the rest of Python.
+Every exception is a `NcclError` and carries `.code` (a `Result`, or None if NCCL was not called). Arguments that are
+rejected before NCCL is called raise `ValueError` or `TypeError`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ class NcclError(RuntimeError):
     """An NCCL call failed. `.code` is its `Result`."""
 
     code: Result | None = None
-    verdict = ""  # who caused it, in one sentence, where the records of the ranks tell
+    verdict = ""  # the culprit in one sentence, if the flight recorder's files show it
 
 
 class NcclLibraryNotFound(NcclError, ImportError):
-    """No libnccl could be found or opened."""
+    """No libnccl was found, or it could not be opened."""
 
 
 class NcclVersionError(NcclError, NotImplementedError):
@@ -57,7 +57,7 @@ class NcclInProgress(NcclError):
 
 
 class NcclTimeout(NcclError, TimeoutError):
-    """A deadline passed: a rank that never came, a link that stands still."""
+    """A deadline passed: a rank did not join, or a connection is stalled."""
 
     code = Result.TIMEOUT
 
@@ -82,29 +82,29 @@ _REMEDY: dict[int, str] = {
     Result.SYSTEM_ERROR: "run with NCCL_DEBUG=INFO to see which system call failed; check sockets, /dev/shm, ulimits",
     Result.INTERNAL_ERROR: "run with NCCL_DEBUG=INFO; if it repeats, report it with that log",
     Result.INVALID_ARGUMENT: "one of the arguments above is out of range for this communicator",
-    Result.INVALID_USAGE: "the calls of the ranks disagree, or the communicator is not usable any more; ",
+    Result.INVALID_USAGE: "the ranks made mismatched calls, or the communicator is no longer usable; ",
     Result.REMOTE_ERROR: "a peer died or became unreachable: look for the first error in the other ranks' logs, "
     "then abort() this communicator",
     Result.IN_PROGRESS: "the communicator is nonblocking: poll async_error() until it leaves IN_PROGRESS",
-    Result.TIMEOUT: "look for the rank that is late or gone in the other ranks' logs",
+    Result.TIMEOUT: "look for the late or dead rank in the other ranks' logs",
 }
 
 
 _CHECK_IS_OFF = "run with PYNCCL_CHECK=1 to compare the calls of all ranks"
 _CHECK_IS_ON = (
-    "PYNCCL_CHECK=1 has compared the collective calls of the communicators that were made since it was set, so look at "
-    "what it does not compare: sends and receives, shrink, grow, windows"
+    "PYNCCL_CHECK=1 found no mismatch in the collectives of communicators created since it was set; check what it does "
+    "not compare: send and recv, shrink, grow, windows"
 )
 
 
 def from_result(code: int, call: str, reason: str, detail: str = "") -> NcclError:
-    """The exception for `code`: what was called, NCCL's reason, its last error, what to do."""
+    """Return the exception for `code`: the call, NCCL's reason, its last error, and what to do."""
     cls = _BY_CODE.get(code, NcclError)
     name = Result(code).name if code in _BY_CODE else f"code {code}"
     lines = [f"{call} failed: {reason} ({name})"]
     if detail:
         lines.append(f"  last error: {detail}")
-    setting = code == Result.INVALID_ARGUMENT and "PYNCCL_HOST_" in detail  # which the detail says how to mend
+    setting = code == Result.INVALID_ARGUMENT and "PYNCCL_HOST_" in detail  # the detail says how to fix it
     if code in _REMEDY and not setting:
         lines.append(f"  {_REMEDY[code]}")
     if code == Result.INVALID_USAGE:

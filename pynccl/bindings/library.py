@@ -1,8 +1,8 @@
-"""Find, load, bind and version-gate one libnccl.
+"""Find and load a libnccl, bind its functions, and check its version.
 
-Three libraries answer the same calls: NVIDIA's libnccl.so.2, any library with its ABI (PYNCCL_LIBRARY=/path), and the
-host library (PYNCCL_LIBRARY=host, the default without a GPU), which works on CPU memory. Nothing above this module
-knows which one it has, except through `Library.is_host`.
+Three kinds of library provide the same functions: NVIDIA's libnccl.so.2, any library with its ABI
+(PYNCCL_LIBRARY=/path), and the host library (PYNCCL_LIBRARY=host, the default without a GPU), which works on CPU
+memory. Code above this module can tell them apart only through `Library.is_host`.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from .resource import Shared
 from .values import instance
 
 SONAME = "libnccl.so.2"
-_OF_TORCH = (("libtorch_cuda.so", SONAME), ("libtorch_hip.so", "librccl.so.1"))  # a build for CPUs has neither
+_TORCH_LIBRARIES = (("libtorch_cuda.so", SONAME), ("libtorch_hip.so", "librccl.so.1"))  # CPU-only builds have neither
 _NOLOAD = getattr(os, "RTLD_NOLOAD", 0)
 _ROWS = {**abi.FUNCTIONS, **abi.DEVICE_FUNCTIONS}
 
 
-# A Python integer as a finished C value, which a function without argtypes takes as it is. For addresses, handles and
-# sizes, which are as wide: ctypes converts to c_void_p three times as fast as to c_size_t.
+# Convert a Python integer to a C value that functions without argtypes accept. Used for addresses, handles and sizes,
+# which have the same width: ctypes converts to c_void_p three times as fast as to c_size_t.
 to_pointer = ctypes.c_void_p.from_param
 
 
 def without_argtypes(function: Any, wide: int = 0) -> Any:
-    """The same C function without the conversions by argtypes, which are most of the cost of a call by ctypes.
+    """Return the same C function without argtypes, whose conversions are most of the cost of a ctypes call.
 
-    Its first `wide` arguments may be integers of any size. Of the others, integers are passed as C ints (data type,
-    operator, rank), and addresses must be finished values."""
+    The first `wide` arguments may be 64-bit integers. After them, Python integers are passed as C ints (data type,
+    operator, rank), and addresses must be ctypes values (see `to_pointer`)."""
     return ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * wide)(ctypes.cast(function, ctypes.c_void_p).value or 0)
 
 
@@ -56,7 +56,7 @@ class Library(Shared):
         self._resolve = resolve
         if resolve("ncclGetVersion") is None:
             raise NcclLibraryNotFound(
-                f"{path} ({origin}) has no ncclGetVersion, so it is no libnccl; name one with "
+                f"{path} ({origin}) has no ncclGetVersion, so it is not a libnccl; set "
                 "PYNCCL_LIBRARY=/path/to/libnccl.so.2"
             )
         code = ctypes.c_int()
@@ -68,7 +68,7 @@ class Library(Shared):
             )
 
     def __getattr__(self, name: str) -> Any:
-        """Bind the C function `name`; afterwards it is an ordinary attribute.
+        """Bind the C function `name` and store it as an attribute.
 
         Raises NcclVersionError if this library does not have it."""
         row = _ROWS.get(name)
@@ -76,7 +76,7 @@ class Library(Shared):
             raise AttributeError(f"nccl.h has no function {name!r}")
         function = self._resolve(name)
         if function is None and self.is_host and row.since <= self.version:
-            raise NcclVersionError(f"{name} is not in the host library: it works on a GPU only; use a real libnccl")
+            raise NcclVersionError(f"{name} is not in the host library: it needs a GPU; use a real libnccl")
         if function is None:
             raise NcclVersionError(
                 f"{name} needs NCCL >= {_dotted(row.since)}; loaded {_dotted(self.version)} from {self.path}"
@@ -85,7 +85,7 @@ class Library(Shared):
         return function
 
     def supports(self, name: str) -> bool:
-        """Whether this library has the C function `name`."""
+        """Return whether this library has the C function `name`."""
         try:
             getattr(self, name)
         except NcclVersionError:
@@ -93,17 +93,17 @@ class Library(Shared):
         return True
 
     def last_error(self, comm: int | None = None) -> str:
-        """NCCL's human-readable account of the last error ("" if there is none)."""
+        """Return NCCL's message of the last error; "" if there is none."""
         text = self.ncclGetLastError(comm)
         return text.decode(errors="replace").strip() if text else ""
 
     def error_string(self, code: int) -> str:
-        """NCCL's own words for a result code."""
+        """Return NCCL's text for a result code."""
         text = self.ncclGetErrorString(code)
         return text.decode() if text else f"result {code}"
 
     def error(self, code: int, call: str, comm: int | None = None) -> NcclError:
-        """The exception for result `code` of `call`."""
+        """Return the exception for result `code` of `call`."""
         if self.is_host and host_module().take_interrupt():  # Ctrl-C arrived inside the C function
             raise KeyboardInterrupt
         return from_result(code, call, self.error_string(code), self.last_error(comm))
@@ -118,23 +118,23 @@ class Library(Shared):
 
 
 def chosen(library: Library | None) -> Library:
-    """The library that was passed, or else what load() gives; TypeError for what is none."""
+    """Return `library`, or load() if it is None. Raises TypeError for anything else."""
     if library is None:
         return load()
-    instance(library, Library, "library", "a pynccl.Library, such as pynccl.load('host') returns, or None")
+    instance(library, Library, "library", "a pynccl.Library (see pynccl.load), or None")
     return library
 
 
 def load(spec: str | os.PathLike[str] | None = None) -> Library:
-    """The library for `spec`, else for PYNCCL_LIBRARY, else the best one of this machine. Loaded once per spec.
+    """Load the NCCL library and return it. Each spec is loaded once.
 
-    spec  "host"; "nccl" to insist on a real libnccl; or the path of a library with NCCL's ABI.
-          None: PYNCCL_LIBRARY, and without it "nccl" where there is a GPU, "host" where there is none.
+    spec  "host"; "nccl" to require a real libnccl; or the path of a library with NCCL's ABI.
+          None: PYNCCL_LIBRARY if set, otherwise "nccl" with a GPU and "host" without.
 
-    It does not matter whether torch is imported before or after: it keeps its own libnccl beside any other that is
-    named here, and "nccl" is torch's own where torch has one.
+    You may import torch before or after. torch keeps its own libnccl if you name a different one here, and "nccl" uses
+    torch's own libnccl if it has one.
 
-    Raises NcclLibraryNotFound with every place that was tried.
+    Raises NcclLibraryNotFound, listing every location that was tried.
     """
     if spec is not None:
         instance(spec, (str, os.PathLike), "spec", "'host', 'nccl', or the path of a libnccl.so.2, a string; or None")
@@ -149,7 +149,7 @@ def _load(spec: str) -> Library:
     if spec == "nccl":
         return _load_nccl()
     try:
-        _open_torchs_own()
+        _open_torch_nccl()
         return _from_cdll(_open(spec), spec, "PYNCCL_LIBRARY")
     except (OSError, ValueError) as error:  # ValueError: a NUL, half a surrogate pair
         named = spec if spec.isprintable() else repr(spec)
@@ -158,19 +158,19 @@ def _load(spec: str) -> Library:
         ) from error
 
 
-def _open_torchs_own() -> None:
-    """Before another libnccl, which torch would otherwise be given.
+def _open_torch_nccl() -> None:
+    """Open torch's libnccl before any other, so that torch gets its own.
 
-    Who needs "libnccl.so.2", as torch does, gets whichever copy of that SONAME is in the process already; if it is
-    older than the one torch was built with, `import torch` fails ("undefined symbol: ncclCommResume")."""
+    The dynamic loader resolves "libnccl.so.2", which torch needs, to the copy with that SONAME that is already in the
+    process. If that copy is older than torch's, `import torch` fails ("undefined symbol: ncclCommResume")."""
     own = torchs_own()
     if own and not holder(os.path.basename(own)):
-        with contextlib.suppress(OSError):  # torch will say so itself, if it is ever imported
+        with contextlib.suppress(OSError):  # importing torch will report it
             _open(own)
 
 
 def holder(name: str) -> str:
-    """The library of the process that whoever needs `name` will get, whatever is opened from now on; "" if none."""
+    """Return the file already loaded in this process that `name` resolves to; "" if none."""
     try:
         return _file_of(_open(name, _NOLOAD)) or name
     except OSError:
@@ -178,14 +178,15 @@ def holder(name: str) -> str:
 
 
 def torchs_own() -> str:
-    """The libnccl of the installed torch, found without importing it: beside it, on sys.path, in the environment, else
-    the system's; "" if there is no torch for GPUs."""
+    """Return the libnccl of the installed torch, without importing it; "" if there is no torch for GPUs.
+
+    Searched in torch's site-packages, on sys.path, in torch's lib folder, in sys.prefix; otherwise the system's."""
     try:
         spec = importlib.util.find_spec("torch")
-    except (ImportError, ValueError, AttributeError):  # ValueError: a stand-in in sys.modules without a spec
+    except (ImportError, ValueError, AttributeError):  # ValueError: a stub in sys.modules without a spec
         return ""
     for folder in (spec.submodule_search_locations or ()) if spec else ():
-        for library, name in _OF_TORCH:
+        for library, name in _TORCH_LIBRARIES:
             if os.path.exists(os.path.join(folder, "lib", library)):
                 wheels = wheel_paths(name, [os.path.dirname(folder), *sys.path])
                 files = [*wheels, os.path.join(folder, "lib", name), os.path.join(sys.prefix, "lib", name)]
@@ -203,12 +204,12 @@ def _load_host() -> Library:
 
 @functools.cache
 def host_module() -> Any:
-    """The host library. Like the C libraries it is opened by its name, on first use; it is Python, and needs torch."""
+    """Import and return the host library, on first use. It is written in Python and needs torch."""
     return importlib.import_module("pynccl.host")
 
 
 def _load_nccl() -> Library:
-    """A copy already in the process -> torch's, so that both share it -> the wheel -> conda, toolkit -> the system."""
+    """Search in order: already in the process, torch's own (to share it), wheels, conda and toolkits, the system."""
     tried = []
     for origin, locate, mode in _candidates():
         try:
@@ -231,7 +232,7 @@ def _load_nccl() -> Library:
 
 
 def _candidates() -> list[tuple[str, Callable[[], str], int]]:
-    """(origin, where it is, extra dlopen flags) in the order of the search."""
+    """Return (origin, function that returns the path, extra dlopen flags) in search order."""
     rows: list[tuple[str, Callable[[], str], int]] = [("already in the process", lambda: SONAME, _NOLOAD)]
     own = torchs_own()
     if os.path.basename(own) == SONAME:
@@ -242,17 +243,17 @@ def _candidates() -> list[tuple[str, Callable[[], str], int]]:
 
 
 def _pathfinder() -> str:
-    """Conda environments and toolkits. After the wheels, because it opens what it finds RTLD_GLOBAL."""
+    """Search conda environments and toolkits. It comes after the wheels because it opens the library RTLD_GLOBAL."""
     from cuda.pathfinder import load_nvidia_dynamic_lib
 
     path = load_nvidia_dynamic_lib("nccl").abs_path
     if path is None:
-        raise OSError("found without a path")
+        raise OSError("found, but without a path")
     return path
 
 
 def wheel_paths(name: str = SONAME, folders: Sequence[str] = ()) -> list[str]:
-    """Files of the nvidia-nccl-cu12 / -cu13 wheels, in the order of `folders`, else of sys.path."""
+    """Return the libraries of nvidia-nccl-cu12 / -cu13 wheels, in the order of `folders` (default: sys.path)."""
     paths = [os.path.join(entry, "nvidia", "nccl", "lib", name) for entry in folders or sys.path if entry]
     return [path for path in dict.fromkeys(paths) if os.path.exists(path)]
 
@@ -280,25 +281,27 @@ class _DlInfo(ctypes.Structure):
 
 
 def _file_of(cdll: ctypes.CDLL) -> str:
-    """The file that was loaded, as the dynamic loader knows it; "" if it does not say."""
+    """Return the path of the loaded file according to the dynamic loader; "" if unknown."""
     info = _DlInfo()
     try:
         address = ctypes.cast(cdll.ncclGetVersion, ctypes.c_void_p)
         ctypes.CDLL(None).dladdr(address, ctypes.byref(info))
-    except AttributeError:  # no libnccl, which its user will say
+    except AttributeError:  # not a libnccl; Library() reports it
         return ""
     return os.path.realpath(os.fsdecode(info.file)) if info.file else ""
 
 
 class Functions(dict[str, Any]):
-    """Name -> C function for `(*inputs, communicator, stream, *config)`, the last ones finished. Filled when used."""
+    """Map a name to its C function, called as `(*inputs, communicator, stream, *config)`. Filled on first use.
+
+    The communicator, stream and config must be ctypes values."""
 
     def __init__(self, library: Library) -> None:
         self.library = library
 
     def __missing__(self, name: str) -> Any:
         function = getattr(self.library, name)
-        # What moves data takes buffers and a size, then ints, then two handles. Other functions keep their argtypes.
+        # Functions that move data take buffers and a size, then ints, then two handles. The others keep their argtypes.
         types = list(function.argtypes)
         wide, ints = types.index(ctypes.c_int), types.count(ctypes.c_int)
         handles = types[wide + ints :][:2]
@@ -308,18 +311,18 @@ class Functions(dict[str, Any]):
 
 
 def gpu_count() -> int:
-    """Number of GPUs that a CUDA (or ROCm) program of this process could use."""
+    """Return the number of GPUs that this process can use with CUDA (or ROCm)."""
     return _driver()[0]
 
 
 def gpu_problem() -> str:
-    """Why there is no usable GPU; "" if there is one."""
+    """Return why there is no usable GPU; "" if there is one."""
     return _driver()[1]
 
 
 @functools.cache
 def _driver() -> tuple[int, str]:
-    """(number of GPUs, what is wrong) as the driver says. By plain ctypes: a look must not cost an import."""
+    """Return (number of GPUs, problem) from the driver. Plain ctypes, to avoid importing a CUDA package."""
     for name, init, count in (
         ("libcuda.so.1", "cuInit", "cuDeviceGetCount"),
         ("libamdhip64.so", "hipInit", "hipGetDeviceCount"),

@@ -1,4 +1,4 @@
-"""What dir() of a package lists: its public names; and what help() of it prints."""
+"""The names that dir() and help() show for a package."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-_NEAR = 5  # frames from the caller of dir(): pydoc's, inspect's between them
+_MAX_FRAMES = 5  # frames to look through from the caller of dir(): inspect's may lie between it and pydoc's
 
 
 def public_names(names: Sequence[str], namespace: dict[str, Any]) -> list[str]:
-    """The public names, for a package's `__dir__`. For pydoc, which is what help() is, without the classes.
+    """Return the public names for a package's `__dir__`; without the classes if pydoc (that is, help()) asks.
 
-    pydoc prints each class of a package in full, with all that it inherits: of torch.nn.Module a thousand lines each,
-    before the first function. The package's docstring names them, and help() of one of them is as ever.
+    pydoc prints each class of a package in full with all inherited members: a thousand lines for each torch.nn.Module,
+    before the first function. The package's docstring lists the classes, and help() of a single class is unchanged.
     """
-    frame = sys._getframe(2)  # the caller of dir(), which itself has no frame
-    for _ in range(_NEAR):
+    frame = sys._getframe(2)  # the caller of dir(), which has no frame of its own
+    for _ in range(_MAX_FRAMES):
         if frame.f_globals.get("__name__") == "pydoc":
             return [name for name in names if not inspect.isclass(namespace[name])]
         if frame.f_back is None:

@@ -1,4 +1,4 @@
-"""What a Python object stands for in C: handles, which a copy shares, which a pickle cannot carry, which are closed."""
+"""Base classes of objects that wrap a C handle: copies share the handle, pickling raises, close() releases it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Open = TypeVar("Open", bound="Resource")
 
 
 class Shared:
-    """copy() and deepcopy() give the same object, so that a module that holds it can be copied; pickle says why not."""
+    """copy() and deepcopy() return the same object, so that modules that hold it can be copied. Pickling raises."""
 
     def __copy__(self: Self) -> Self:
         return self
@@ -19,13 +19,13 @@ class Shared:
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
-            f"a pynccl.{type(self).__name__} cannot be pickled: it belongs to this process and to the ranks that it "
-            "is connected with. Save module.state_dict() instead of the module, and make it anew where it is loaded"
+            f"a pynccl.{type(self).__name__} cannot be pickled: it belongs to this process and its connected "
+            "ranks. Save module.state_dict() instead of the module, and create a new one after loading"
         )
 
 
 class Resource:
-    """What has to be given back: by close(), or at the end of a with statement. Twice is harmless."""
+    """A resource to release: by close() or at the end of a with statement. Closing twice is harmless."""
 
     def close(self) -> None:
         raise NotImplementedError

@@ -1,9 +1,9 @@
-"""Structs stamped for the library that is loaded; CommConfig and CollConfig, from which two of them are filled in.
+"""NCCL's versioned structs, and the user-facing CommConfig and CollConfig that fill two of them.
 
-A struct carries its own size and version, and a library rejects or ignores what it does not know. So it is stamped with
-what the loaded library was compiled with, and a field that is set but unknown to it is an error, never dropped.
+A struct carries its size and version, and a library rejects or ignores fields that it does not know. Each struct gets
+the size and version that the loaded library was compiled with, and setting a field that the library lacks raises.
 
-Named tuples, because `dataclasses` is an eighth of what the import of this package would take.
+The configs are named tuples because importing `dataclasses` would take an eighth of this package's import time.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ Struct = TypeVar("Struct", bound=ctypes.Structure)
 
 
 class CommConfig(NamedTuple):
-    """Configuration of one communicator: ncclConfig_t. None leaves a field to NCCL.
+    """Configuration of one communicator: ncclConfig_t. None leaves a field at NCCL's default.
 
-    The names are NCCL's in Python spelling; units and defaults are those of its documentation ("ncclConfig_t").
+    Fields are NCCL's, in Python spelling. See NCCL's documentation of ncclConfig_t for units and defaults.
     """
 
     blocking: bool | None = None
@@ -50,14 +50,14 @@ class CommConfig(NamedTuple):
     nvls_host_mode: int | None = None
 
     def to_struct(self, library: Library) -> abi.Config:
-        """ncclConfig_t for `library`. NcclVersionError for a field that it is too old for."""
+        """Return the ncclConfig_t for `library`. Raises NcclVersionError for a field that the library lacks."""
         struct = stamped(abi.Config, library, abi.CONFIG_SINCE)
         _fill(struct, self, abi.CONFIG_SINCE, library)
         return struct
 
 
 class CollConfig(NamedTuple):
-    """Configuration of one collective call: ncclCollConfig_t (NCCL >= 2.31). None leaves a field to NCCL.
+    """Configuration of one collective call: ncclCollConfig_t (NCCL >= 2.31). None leaves a field at NCCL's default.
 
     launch_completion_event  a CUDA event (its handle, or an object with .handle), recorded when the kernel is resident
     """
@@ -73,7 +73,7 @@ class CollConfig(NamedTuple):
     launch_completion_event: Any = None
 
     def to_struct(self, library: Library) -> abi.CollConfig:
-        """ncclCollConfig_t for `library`. NcclVersionError for a field that it is too old for."""
+        """Return the ncclCollConfig_t for `library`. Raises NcclVersionError for a field that the library lacks."""
         struct = stamped(abi.CollConfig, library, abi.COLL_CONFIG_SINCE)
         struct.forceAlgSelection = 1
         struct.userProfilerTag = 0
@@ -82,7 +82,7 @@ class CollConfig(NamedTuple):
 
 
 def struct_of(config: Any, kind: type[CommConfig] | type[CollConfig], library: Library, operation: str = "") -> Any:
-    """The struct of `config` for `library`; None for None, TypeError for what is no `kind`."""
+    """Return the struct of `config` for `library`, or None for None. Raises TypeError if `config` is not a `kind`."""
     if config is None:
         return None
     name = f"{operation}: config" if operation else "config"
@@ -93,11 +93,11 @@ def struct_of(config: Any, kind: type[CommConfig] | type[CollConfig], library: L
 def stamped(
     kind: type[Struct], library: Library, since: dict[str, abi.Version] | None = None, magic: int = abi.CONFIG_MAGIC
 ) -> Struct:
-    """A struct with the size, magic number and version that `library` expects; its integers are undefined.
+    """Return a struct with the size, magic number and version that `library` expects, and its ints set to UNDEF_INT.
 
-    since  where libraries know different prefixes of it: the release in which each field appeared"""
+    since  release in which each field appeared, for structs that have grown over time"""
     struct: Any = kind()
-    # A newer library than our header accepts the header's struct and version; an older one wants its own.
+    # A library newer than our header accepts the header's struct and version; an older one needs its own.
     version = min(library.version, abi.HEADER_VERSION)
     struct.size = abi.struct_size(kind, since or {}, version)
     struct.magic = magic
@@ -124,18 +124,18 @@ def _fill(struct: Any, config: Any, since: dict[str, abi.Version], library: Libr
 
 
 def _plain(name: str) -> str:
-    """The same letters for min_ctas and minCTAs."""
+    """Map min_ctas and minCTAs to the same string."""
     return name.replace("_", "").lower()
 
 
 def _c_value(what: str, value: Any, kind: Any) -> Any:
-    """`value` for a field of that C type, which would cut off an integer that does not fit."""
+    """Convert `value` for a field of C type `kind`. Raises for an integer that ctypes would truncate."""
     if kind is ctypes.c_char_p:
         return text(value, what)
     number = attribute(value, "handle", value)
-    if isinstance(number, bool):  # a switch of NCCL is an int
+    if isinstance(number, bool):  # NCCL's flags are ints
         return int(number)
     signed, bits = kind is ctypes.c_int, 8 * ctypes.sizeof(kind)
-    # The smallest int is NCCL's word for "not set".
+    # INT_MIN means "not set" in NCCL.
     low, high = (INT_MIN + 1, INT_MAX) if signed else (0, (1 << bits) - 1)
     return integer(number, what, low, high)

@@ -1,6 +1,6 @@
-"""Plain arguments on their way to C: numbers, strings, sequences, seconds. A check says what was passed and expected.
+"""Validation of plain arguments: numbers, strings, sequences, timeouts. Errors say what was passed and expected.
 
-They stand in the general ways, and behind a look for None: a launch in a loop comes through none of them.
+Not used on the fast path of a launch.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 INT_MIN, INT_MAX = -(1 << 31), (1 << 31) - 1  # int
-SIZE_MAX = (1 << 64) - 1  # size_t, and whatever is as wide: addresses, handles
+SIZE_MAX = (1 << 64) - 1  # size_t, addresses, handles
 
-_LONGEST = 200
-_FOR_EVER = 1e9  # seconds: beyond what threading takes, and beyond everybody's patience
+_MAX_SHOWN_CHARS = 200
+_MAX_SECONDS = 1e9  # more means no timeout: threading cannot wait that long
 
 
 def shown(value: Any, how: Callable[[Any], str] = repr) -> str:
-    """repr() (or str()) for a message: not long, and not of a tensor, whose memory need not be there."""
+    """Return repr() (or str()) for a message, shortened. Tensors show only their type: their memory may be gone."""
     kind = type(value)
     if hasattr(kind, "data_ptr"):
         return f"a {kind.__module__}.{kind.__name__}"
     try:
         text = how(value)
-    except Exception:  # of an object of the user's, which is wrong anyway
+    except Exception:  # raised by the user's object
         text = f"a {kind.__module__}.{kind.__name__}"
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+    return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]}..."
 
 
 def attribute(value: Any, name: str, default: Any = None) -> Any:
-    """getattr() that takes any error of the object for its not having the attribute."""
+    """Like getattr(), but return `default` if the object raises anything."""
     try:
         return getattr(value, name, default)
     except Exception:
@@ -38,59 +38,59 @@ def attribute(value: Any, name: str, default: Any = None) -> Any:
 
 
 def instance(value: Any, kind: type | tuple[type, ...], name: str, expected: str) -> None:
-    """TypeError unless `value` is a `kind`, which the message calls `expected`."""
+    """Raise TypeError unless `value` is a `kind`; the message describes it as `expected`."""
     if not isinstance(value, kind):
         raise TypeError(f"{name} is {shown(value)}, expected {expected}")
 
 
 def methods(value: Any, needed: Iterable[str], name: str, expected: str) -> None:
-    """TypeError unless `value` has these methods."""
-    missing = [one for one in needed if not callable(attribute(value, one))]
+    """Raise TypeError unless `value` has these methods."""
+    missing = [method for method in needed if not callable(attribute(value, method))]
     if missing:
         raise TypeError(f"{name} is {shown(value)}, which has no {', '.join(missing)}; expected {expected}")
 
 
 def listed(values: Any, name: str, expected: str) -> list[Any]:
-    """What `values` holds; TypeError unless it is a sequence of something, or can be gone through like one."""
+    """Return `values` as a list. Raises TypeError unless it is iterable and not a string, bytes or dict."""
     try:
         if not isinstance(values, (str, bytes, bytearray, dict)):
             return list(values)
-    except Exception:  # whatever the object says: it is none
+    except Exception:  # iterating raised: not a sequence
         pass
     raise TypeError(f"{name} is {shown(values)}, expected {expected}")
 
 
 def seconds(timeout: Any, *, zero: bool = False) -> float | None:
-    """`timeout` as a number of seconds, None for ever, which so many seconds are that no clock takes them.
+    """Return `timeout` in seconds, or None for no timeout (None, or more than 1e9 s). Raises ValueError otherwise.
 
-    zero  whether it may be 0: not to wait at all"""
+    zero  allow 0: do not wait"""
     real = isinstance(timeout, numbers.Real) and not isinstance(timeout, bool)
     if timeout is not None and not (real and (timeout >= 0 if zero else timeout > 0)):
-        least = ">= 0" if zero else "> 0"
-        raise ValueError(f"timeout is {shown(timeout)}, expected a number of seconds {least}, or None to wait for ever")
-    return None if timeout is None or timeout >= _FOR_EVER else float(timeout)
+        bound = ">= 0" if zero else "> 0"
+        raise ValueError(f"timeout is {shown(timeout)}, expected a number of seconds {bound}, or None for no timeout")
+    return None if timeout is None or timeout >= _MAX_SECONDS else float(timeout)
 
 
 def text(value: Any, name: str, expected: str = "a string") -> bytes:
-    """A string on its way to C, where it ends at the first NUL."""
+    """Encode a string for C. Raises ValueError for a NUL, which would end it early, or characters outside UTF-8."""
     if isinstance(value, str) and "\0" not in value:
         try:
             return value.encode()
         except UnicodeEncodeError:  # half of a surrogate pair
             pass
-    raise ValueError(f"{name} is {shown(value)}, expected {expected} without NUL, in characters that UTF-8 has")
+    raise ValueError(f"{name} is {shown(value)}, expected {expected} without NUL, encodable in UTF-8")
 
 
 def integer(value: Any, name: str, low: int = 0, high: int = INT_MAX, expected: str = "") -> int:
-    """`value` as an int in low..high; ValueError that says `name is value, expected ...`.
+    """Return `value` as an int in low..high, or raise ValueError ("`name` is `value`, expected ...").
 
-    Takes what Python takes for an index: int, NumPy's integers, a torch tensor of one. Not bool, since True as a rank
-    or a size is a slip, and no float, also 2.0.
+    Accepts anything with `__index__`: int, NumPy integers, a torch tensor with one element. Floats raise, even 2.0, and
+    so do bools, since True as a rank or a size is a mistake.
 
-    expected  in the words of the caller; otherwise the range is given"""
+    expected  text for the message; default: the range"""
     try:
         found = operator.index(value)
-    except Exception:  # also what an object of the user's raises
+    except Exception:  # including what a user's object raises
         found = None
     if found is None or isinstance(value, bool) or not low <= found <= high:
         raise ValueError(f"{name} is {shown(value)}, expected {expected or f'an integer in {low}..{high}'}")
@@ -98,9 +98,9 @@ def integer(value: Any, name: str, low: int = 0, high: int = INT_MAX, expected: 
 
 
 def integers(values: Any, name: str, expected: str, low: int = 0, high: int = INT_MAX) -> list[int]:
-    """`values` as ints in low..high; TypeError if there are no values, ValueError if one of them is none."""
-    given = listed(values, name, expected)
+    """Return `values` as ints in low..high. Raises TypeError if not iterable, ValueError for an invalid element."""
+    items = listed(values, name, expected)
     try:
-        return [integer(value, name, low, high) for value in given]
+        return [integer(value, name, low, high) for value in items]
     except ValueError:
-        raise ValueError(f"{name} is {shown(given)}, expected {expected}") from None
+        raise ValueError(f"{name} is {shown(items)}, expected {expected}") from None

@@ -1,7 +1,7 @@
-"""Calls that may block for ever are made in worker threads, which are left behind when their time is up.
+"""Worker threads for calls that may block forever. When the deadline passes, the caller returns and the thread stays.
 
-NCCL's init, finalize, destroy and abort block for as long as a peer is missing; torch's stores, process groups and MPI
-block in C++; a GPU driver whose queue is full blocks whoever asks. Neither a deadline nor a signal reaches them there.
+NCCL's init, finalize, destroy and abort block while a peer is missing; torch's stores, process groups and MPI block in
+C++; a GPU driver whose launch queue is full blocks its callers. Deadlines and signals do not reach such calls.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from .values import seconds
 
 T = TypeVar("T")
 
-GRACE_SECONDS = 0.5  # past the deadline, for a call that is about to explain itself
-LEFT_BEHIND_SECONDS = 1.0  # for all calls that outlived their deadlines, at the end of the process
+GRACE_SECONDS = 0.5  # after the deadline, for a call that is about to raise a better error
+LEFT_BEHIND_SECONDS = 1.0  # wait at exit for all calls that outlived their deadlines
 
 
 class Clock:
-    """One deadline for all that a call waits for, started when it is made; None: there is none."""
+    """A deadline for everything that one call waits for. It starts on construction; None: no deadline."""
 
     def __init__(self, timeout: float | None) -> None:
         limit = seconds(timeout)
@@ -40,15 +40,15 @@ class Clock:
         return self.timeout - self.waited()
 
     def seconds(self) -> str:
-        """The time really waited, for messages: the timeout where that is right within a second."""
+        """Return the time waited, for messages: the timeout itself if that is accurate to a second."""
         waited = self.waited()
         if self.timeout <= waited < self.timeout + 1:
             return f"{self.timeout:g} s"
         return f"{waited:.0f} s" if waited >= 1 else f"{waited:.2f} s"
 
 
-class Begun(Generic[T]):
-    """A call that a worker makes, from now on."""
+class WorkerCall(Generic[T]):
+    """A call in progress in a worker thread."""
 
     _value: T
     _error: BaseException | None = None
@@ -64,70 +64,72 @@ class Begun(Generic[T]):
         idle, thread.name = thread.name, f"pynccl {self._name}"
         try:
             self._value = self._call()
-        except BaseException as error:  # raised again in the thread that waits
+        except BaseException as error:  # raised again in the waiting thread
             self._error = error
         thread.name = idle
         _running.discard(self)
         self.done.set()
 
-    def result(self, limit: float, late: Callable[[], Exception]) -> T:
-        """What it returns or raises; where it does neither in so many seconds, `late()` is raised, and it goes on."""
+    def result(self, limit: float, timeout_error: Callable[[], Exception]) -> T:
+        """Return the result of the call, or raise its exception.
+
+        After `limit` seconds raise `timeout_error()`; the call continues in its thread."""
         if not self.done.wait(min(max(limit, 0.0), threading.TIMEOUT_MAX)):
-            raise late()
+            raise timeout_error()
         if self._error is not None:
             raise self._error
         return self._value
 
 
-_calls: queue.SimpleQueue[Begun[Any]] = queue.SimpleQueue()
-_running: set[Begun[Any]] = set()
+_calls: queue.SimpleQueue[WorkerCall[Any]] = queue.SimpleQueue()
+_running: set[WorkerCall[Any]] = set()
 _workers = 0
 
 
-def _work(calls: queue.SimpleQueue[Begun[Any]]) -> None:
+def _work(calls: queue.SimpleQueue[WorkerCall[Any]]) -> None:
     while True:
         calls.get().run()
 
 
 def prepare_exit() -> None:
-    """Have two workers wait for calls, since Python 3.12 and later start no threads while the interpreter ends.
+    """Keep two idle workers ready, since Python >= 3.12 cannot start threads while the interpreter shuts down.
 
-    Two for the program that leaves a communicator open that has failed: one closes all that are open, by a deadline,
-    and has the other abort this one, by another deadline."""
+    Two, because a program may exit with a failed communicator open: one worker closes all open communicators by a
+    deadline, and the other aborts the failed one by a second deadline."""
     global _workers
-    with contextlib.suppress(RuntimeError):  # the interpreter is ending
+    with contextlib.suppress(RuntimeError):  # the interpreter is shutting down
         while _workers < len(_running) + 2:
             threading.Thread(target=_work, args=(_calls,), name="pynccl worker", daemon=True).start()
             _workers += 1
 
 
 def call_at_exit(call: Callable[[], object], limit: float) -> bool:
-    """Make a call while the interpreter ends; False if it has not returned after so many seconds."""
-    return Begun(call, "exit").done.wait(limit)
+    """Make a call while the interpreter shuts down; return False if it takes longer than `limit` seconds."""
+    return WorkerCall(call, "exit").done.wait(limit)
 
 
-@atexit.register  # before any library is loaded, so after what the libraries do at exit, which ends calls into them
+@atexit.register  # before any library is loaded, so it runs after the libraries' exit handlers, which end pending calls
 def _end_left_behind() -> None:
-    """Wait for what was left behind, and let what comes back later do no harm.
+    """Wait for calls still running in workers, and make those that return later harmless.
 
-    Before Python 3.14 a thread that comes back while the interpreter ends is unwound, for which C++ calls
-    std::terminate(), which aborts the process. So ends a program that finds a free port for MASTER_PORT with a socket,
-    leaves that open, and gets Ctrl-C in pynccl.init(): torch waits there until the socket goes with the interpreter.
-    From now on std::terminate() holds the thread that calls it."""
+    Before Python 3.14, a thread that returns from C++ while the interpreter shuts down is unwound, which calls
+    std::terminate() and aborts the process. Example: a program finds a free MASTER_PORT with a socket, keeps the socket
+    open, and gets Ctrl-C in pynccl.init(), where torch waits until the interpreter closes the socket. The handler
+    installed here makes std::terminate() pause the calling thread instead."""
     clock = Clock(LEFT_BEHIND_SECONDS)
     if not all(call.done.wait(max(clock.left(), 0.0)) for call in list(_running)):
-        with contextlib.suppress(OSError, AttributeError):  # there is no C++ in the process
+        with contextlib.suppress(OSError, AttributeError):  # libstdc++ is not loaded
             ctypes.CDLL("libstdc++.so.6", os.RTLD_NOLOAD)._ZSt13set_terminatePFvvE(ctypes.CDLL(None).pause)
 
 
-def leak(held: Any) -> None:
-    """Never free this: what frees it would act on what this process, a forked child, does not have."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
+def keep_forever(obj: Any) -> None:
+    """Never free `obj`: in a forked child, its destructor would act on resources that the child does not have."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(obj))
 
 
 def _after_fork_in_child() -> None:
     global _calls, _running, _workers
-    leak((_calls, _running))  # their threads did not come along, and what they hold is the parent's
+    keep_forever((_calls, _running))  # the child has none of their threads, and their contents belong to the parent
     _calls, _running, _workers = queue.SimpleQueue(), set(), 0
 
 
@@ -135,52 +137,54 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 class Abandoned(Exception):
-    """Raised in a call whose caller has gone, to end it."""
+    """Raised inside a worker call to end it, once its caller has stopped waiting."""
 
 
 class Wait:
-    """What the calls of one wait share: the clock, and whether the caller has gone."""
+    """State shared by a caller and its worker call: the clock, and whether the caller has stopped waiting."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock, self._gone = clock, threading.Event()
 
     def pause(self, seconds: float) -> None:
-        """Sleep, in a call of `beside`; raises Abandoned there once the caller has gone."""
+        """Sleep inside a call made by `run_in_worker`. Raises Abandoned once the caller has stopped waiting."""
         if self._gone.wait(seconds):
             raise Abandoned
 
-    def beside(self, call: Callable[[], T], late: Callable[[], Exception]) -> T:
-        """What `call()` returns or raises; `late()` is raised if it does neither by half a second past the deadline.
+    def run_in_worker(self, call: Callable[[], T], timeout_error: Callable[[], Exception]) -> T:
+        """Make a call that may block in C++ in a worker; return its result or raise its exception.
 
-        For what blocks in C++. The caller hears Ctrl-C meanwhile, also without a deadline."""
+        Raises `timeout_error()` half a second after the deadline. Ctrl-C interrupts the wait at any time."""
         try:
-            return Begun(call, "wait").result(max(self.clock.left(), 0.0) + GRACE_SECONDS, late)
+            return WorkerCall(call, "wait").result(max(self.clock.left(), 0.0) + GRACE_SECONDS, timeout_error)
         except BaseException:
             self._gone.set()
             raise
 
 
-class Silent(Exception):
-    """A question has not been answered for so many seconds."""
+class NoAnswer(Exception):
+    """A query has not returned for `seconds` seconds."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(f"no answer for {seconds:g} s")
         self.seconds = seconds
 
 
-class Helper:
-    """Asks what may never answer, beside its caller; never again while it has not answered."""
+class QueryWorker:
+    """Run queries that may never return in a worker, one at a time: no new query starts while one is outstanding."""
 
-    _asked: Begun[Any] | None = None
+    _pending: WorkerCall[Any] | None = None
     _clock = Clock(None)
 
-    def ask(self, call: Callable[[], T], limit: float) -> T:
-        """What `call()` returns or raises; Silent if it, or an earlier one, has done neither for so many seconds."""
-        if self._asked is not None and not self._asked.done.is_set():
-            raise self._silent()
-        asked = Begun(call, "question")
-        self._asked, self._clock = asked, Clock(None)
-        return asked.result(limit, self._silent)
+    def query(self, call: Callable[[], T], limit: float) -> T:
+        """Return the result of `call()`, or raise its exception.
 
-    def _silent(self) -> Silent:
-        return Silent(self._clock.waited())
+        Raises NoAnswer if it takes longer than `limit` seconds, or at once if an earlier query is still outstanding."""
+        if self._pending is not None and not self._pending.done.is_set():
+            raise self._no_answer()
+        pending = WorkerCall(call, "query")
+        self._pending, self._clock = pending, Clock(None)
+        return pending.result(limit, self._no_answer)
+
+    def _no_answer(self) -> NoAnswer:
+        return NoAnswer(self._clock.waited())

@@ -1,7 +1,7 @@
-"""How the ranks of a job find each other: torchrun's environment, a process group, MPI, a store, a shared file.
+"""Rendezvous of the ranks of a job: torchrun's environment, a process group, MPI, a store, a shared file.
 
-Every way ends in `Communicator.init` with an id made by rank 0, within one deadline. A rank that cannot go on says so
-to the others before they would wait for it, and a rank that never comes is named.
+Every method calls `Communicator.init` with an id made by rank 0, all within one deadline. A rank that fails reports its
+error to the others at once, and the error names ranks that never joined.
 """
 
 from .env import from_env

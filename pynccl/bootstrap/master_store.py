@@ -1,7 +1,7 @@
-"""The store of a launch, at MASTER_ADDR:MASTER_PORT: served by rank 0, or by torchrun's agent, and reached by the rest.
+"""The TCPStore of a launch at MASTER_ADDR:MASTER_PORT, served by rank 0 or torchrun's agent.
 
-Rank 0 listens on no more interfaces than the ranks need to reach it. The others try the port themselves before torch
-does, which prints a long trace for a port where nobody listens.
+Rank 0 listens only on the interfaces that the other ranks need. The other ranks probe the port before they create a
+TCPStore, because torch prints a long trace if nothing listens there.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from ..bindings.errors import NcclSystemError, NcclTimeout
 from ..bindings.workers import Clock, Wait
 from .rendezvous import first_line
 
-_CONNECT_SECONDS = 2.0  # for one attempt; there are more until the deadline
-_PAUSE_SECONDS = 0.1  # between two of them
+_CONNECT_SECONDS = 2.0  # per attempt; attempts are repeated until the deadline
+_PAUSE_SECONDS = 0.1  # between attempts
 _BACKLOG = 4096
 
 
-class Place(NamedTuple):
-    """A rank's place in its launch."""
+class LaunchEnv(NamedTuple):
+    """The launch variables of a rank."""
 
     rank: int
     nranks: int
     local_rank: int
     host: str
     port: int
-    agent: bool  # torchrun's agent serves the store
+    agent: bool  # True: torchrun's agent serves the store
 
     @property
     def serves(self) -> bool:
@@ -42,14 +42,14 @@ class Place(NamedTuple):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-def open_store(place: Place, clock: Clock) -> Any:
-    """The TCPStore at the place's address, by the clock's deadline."""
-    if not place.serves:
-        return _Search(place, clock).store()
+def open_store(env: LaunchEnv, clock: Clock) -> Any:
+    """Serve or connect to the TCPStore by the clock's deadline, and return it."""
+    if not env.serves:
+        return _StoreConnector(env, clock).store()
     try:
-        listener = _listen(place.host, place.port)
+        listener = _listen(env.host, env.port)
     except OSError as error:
-        return _store_of_torch(place, clock, error)
+        return _torch_distributed_store(env, clock, error)
     host, port = listener.getsockname()[:2]
     host = "127.0.0.1" if host in ("::", "0.0.0.0") else host
     return _tcp_store(host, port, clock.timeout, is_master=True, master_listen_fd=listener.detach())
@@ -63,16 +63,16 @@ def _tcp_store(host: str, port: int, timeout: float, **options: Any) -> Any:
 
 
 def _duration(seconds: float) -> timedelta:
-    return timedelta(seconds=max(min(seconds, 1e6), 0.1))  # it knows no infinity
+    return timedelta(seconds=max(min(seconds, 1e6), 0.1))  # TCPStore takes no infinite timeout
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """At the address that the others connect to, which is the loopback's if the job is on one machine.
+    """Listen at `host`, the address that the other ranks connect to; on the loopback if the job has one node.
 
-    On all interfaces if that is a name, which may stand for another address on other machines, or an address of a
-    gateway that forwards to this machine."""
+    Listen on all interfaces if `host` is a name, which may resolve differently on other nodes, or an address of a
+    gateway that forwards to this node."""
     host = "127.0.0.1" if host.lower() == "localhost" else host
-    with contextlib.suppress(ValueError):  # a name
+    with contextlib.suppress(ValueError):  # a host name
         address = ipaddress.ip_address(host)
         family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
         try:
@@ -85,31 +85,31 @@ def _listen(host: str, port: int) -> socket.socket:
     return socket.create_server(("", port), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
 
 
-def _store_of_torch(place: Place, clock: Clock, refused: OSError) -> Any:
-    """The store of torch.distributed in this process, if it is that which has rank 0's port."""
+def _torch_distributed_store(env: LaunchEnv, clock: Clock, bind_error: OSError) -> Any:
+    """Return torch.distributed's store in this process, if it is what occupies rank 0's port. Raises otherwise."""
     import torch.distributed as dist
 
-    if refused.errno == errno.EADDRINUSE and dist.is_initialized():
-        with contextlib.suppress(RuntimeError):  # it serves at another port
-            return _tcp_store(place.host, place.port, clock.timeout, is_master=True)
-    reason = os.strerror(refused.errno) if refused.errno else str(refused)
+    if bind_error.errno == errno.EADDRINUSE and dist.is_initialized():
+        with contextlib.suppress(RuntimeError):  # its store is at another port
+            return _tcp_store(env.host, env.port, clock.timeout, is_master=True)
+    reason = os.strerror(bind_error.errno) if bind_error.errno else str(bind_error)
     raise NcclSystemError(
-        f"rank 0 could not serve the ranks' store at {place.address} ({reason}): a second rank 0, "
-        f"or another program, may have the port (ss -ltnp 'sport = :{place.port}' names it)\n"
-        "  end it, or set another MASTER_PORT, or MASTER_ADDR, on all ranks"
-    ) from refused
+        f"rank 0 could not serve the store at {env.address} ({reason}): a second rank 0 "
+        f"or another program may be using the port (ss -ltnp 'sport = :{env.port}' shows it)\n"
+        "  end that process, or set another MASTER_PORT (or MASTER_ADDR) on all ranks"
+    ) from bind_error
 
 
-class _Search:
-    """Connects until a store answers; `reason` says at any time why none was reached so far."""
+class _StoreConnector:
+    """Retries until a store answers; `reason` is the current reason why none was reached."""
 
-    def __init__(self, place: Place, clock: Clock) -> None:
-        self.place, self.clock = place, clock
+    def __init__(self, env: LaunchEnv, clock: Clock) -> None:
+        self.env, self.clock = env, clock
         self.reason = "still connecting"
 
     def store(self) -> Any:
         wait = Wait(self.clock)
-        store = wait.beside(lambda: self._search(wait), self._late)
+        store = wait.run_in_worker(lambda: self._search(wait), self._timeout_error)
         store.set_timeout(_duration(self.clock.timeout))
         return store
 
@@ -118,35 +118,32 @@ class _Search:
             try:
                 return self._connect()
             except socket.gaierror as error:
-                self.reason = f"MASTER_ADDR={self.place.host!r} does not resolve: {error.strerror}"
+                self.reason = f"MASTER_ADDR={self.env.host!r} does not resolve: {error.strerror}"
             except OSError as error:
-                self.reason = os.strerror(error.errno) if error.errno else "no answer to the attempts to connect"
-            except RuntimeError as error:  # DistError, where torch's own attempts have come to nothing
-                if "Ping failed" in str(error):  # other bytes than a store's
-                    raise self._no_store(first_line(error)) from error
+                self.reason = os.strerror(error.errno) if error.errno else "connection attempts timed out"
+            except RuntimeError as error:  # DistError, once torch's own attempts have failed
+                if "Ping failed" in str(error):  # the reply is not a store's
+                    raise self._not_a_store(first_line(error)) from error
             wait.pause(_PAUSE_SECONDS)
 
     def _connect(self) -> Any:
-        place, seconds = self.place, max(min(_CONNECT_SECONDS, self.clock.left() / 3), 0.1)
-        with socket.create_connection((place.host, place.port), timeout=seconds) as probe:
+        env, seconds = self.env, max(min(_CONNECT_SECONDS, self.clock.left() / 3), 0.1)
+        with socket.create_connection((env.host, env.port), timeout=seconds) as probe:
             address = probe.getpeername()[0]
-        self.reason = (
-            "something listens there, but does not answer as a store, or closes the connection: another program's "
-            "port, or a stopped process"
-        )
-        return _tcp_store(address, place.port, seconds, is_master=False)
+        self.reason = "the port is open, but no store answers: it belongs to another program, or the process is stopped"
+        return _tcp_store(address, env.port, seconds, is_master=False)
 
-    def _no_store(self, said: str) -> NcclSystemError:
+    def _not_a_store(self, detail: str) -> NcclSystemError:
         return NcclSystemError(
-            f"what listens at {self.place.address} is no torch.distributed store, so the ranks cannot meet there: "
-            f"another program has MASTER_PORT={self.place.port}. Set another port on all ranks ({said})"
+            f"the listener at {self.env.address} is not a torch.distributed store: another program uses "
+            f"MASTER_PORT={self.env.port}. Set another port on all ranks ({detail})"
         )
 
-    def _late(self) -> NcclTimeout:
-        place = self.place
-        server = "torchrun's agent" if place.agent else "rank 0"
+    def _timeout_error(self) -> NcclTimeout:
+        env = self.env
+        server = "torchrun's agent" if env.agent else "rank 0"
         return NcclTimeout(
-            f"rank {place.rank} reached no store at {place.address} within {self.clock.seconds()}: has {server} "
-            f"started there? ({self.reason})\n"
-            "  MASTER_ADDR and MASTER_PORT have to be the same on all ranks, and reachable from this machine"
+            f"rank {env.rank} could not connect to the store at {env.address} within {self.clock.seconds()}: has "
+            f"{server} started there? ({self.reason})\n"
+            "  MASTER_ADDR and MASTER_PORT must be the same on all ranks and reachable from this node"
         )

@@ -1,4 +1,4 @@
-"""The ranks of an MPI launch, by mpi4py."""
+"""Rendezvous of an MPI launch, by mpi4py."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def from_mpi(
     timeout: float | None = DEFAULT_TIMEOUT,
     library: Library | None = None,
 ) -> Communicator:
-    """The communicator of the ranks of an mpi4py communicator (None: COMM_WORLD).
+    """Create the communicator of the ranks of an mpi4py communicator (None: COMM_WORLD).
 
-    device   None or "cuda": the rank's number among the ranks of its node
-    timeout  seconds for the exchange by MPI and NCCL's init together. Without MPI_THREAD_MULTIPLE, which mpi4py asks
-             for unless told otherwise, the exchange has no deadline.
+    device   None or "cuda": the GPU whose number is the rank's index on its node
+    timeout  seconds for the MPI exchange and NCCL's init together. The exchange has no deadline without
+             MPI_THREAD_MULTIPLE, which mpi4py requests by default.
     """
     from mpi4py import MPI
 
@@ -43,15 +43,15 @@ def from_mpi(
     rank, nranks = mpi_comm.Get_rank(), mpi_comm.Get_size()
     threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
-    def late() -> NcclTimeout:
+    def timeout_error() -> NcclTimeout:
         return NcclTimeout(
-            f"rank {rank} of the MPI communicator's {nranks} waited {clock.seconds()} for the others: a rank has not "
-            "made this call, is stopped, or has ended\n"
-            "  look for its first error; a longer timeout= helps if it is only slow"
+            f"rank {rank} of {nranks} in the MPI communicator waited {clock.seconds()} for the others: a rank has not "
+            "made this call, is stopped, or has exited\n"
+            "  look for its first error; if it is only slow, pass a longer timeout="
         )
 
     def by_deadline(call: Callable[[], T]) -> T:
-        return Wait(clock).beside(call, late) if threads else call()
+        return Wait(clock).run_in_worker(call, timeout_error) if threads else call()
 
     def number_on_node() -> int:
         node = mpi_comm.Split_type(MPI.COMM_TYPE_SHARED)
@@ -61,15 +61,15 @@ def from_mpi(
 
     local_rank = by_deadline(number_on_node)
     try:
-        part = prepare(library, device, local_rank, rank, config)
+        setup = prepare(library, device, local_rank, rank, config)
     except Exception as error:
-        with contextlib.suppress(NcclError):  # this rank's own error says more
+        with contextlib.suppress(NcclError):  # this rank's own error is more useful
             text = could_not_start(rank, error)
             by_deadline(lambda: mpi_comm.allgather(text))
         raise
-    # Rank 0's id, b"" of the others, or why a rank could not start.
-    words = by_deadline(lambda: mpi_comm.allgather(part.identity))
-    for word in words:
-        if isinstance(word, str):
-            raise NcclRemoteError(word)
-    return init(nranks, words[0], rank, part, config, clock)
+    # From each rank: the id (rank 0), b"" (others), or an error text.
+    replies = by_deadline(lambda: mpi_comm.allgather(setup.identity))
+    for reply in replies:
+        if isinstance(reply, str):
+            raise NcclRemoteError(reply)
+    return init(nranks, replies[0], rank, setup, config, clock)

@@ -1,9 +1,9 @@
-"""All ranks meet at a store, where rank 0 hands out the id: who never came, came twice, or cannot go on is named.
+"""Rendezvous at a store, through which rank 0 distributes the id. Missing, duplicate and failed ranks are named.
 
-Keys: `claims/R` counts the processes that are rank R, `rank/R` says who it is, `came` lists the ranks that came,
-`arrived/N` counts those that believe in N ranks, `id` is rank 0's. `over` ends the rendezvous for all: they met, or all
-raise this error; `ends` counts who says so. How often a rank asks the store does not depend on the number of ranks,
-except for the polls while it waits.
+Keys: `claims/R` counts the processes with rank R, `rank/R` describes the first one, `came` lists the ranks that joined,
+`arrived/N` counts the ranks with world size N, `id` is rank 0's id. `over` ends the rendezvous on all ranks, with
+success or an error that all raise; `ends` counts the ranks that set it. The number of store operations per rank does
+not depend on the world size, except for polling.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from ..watch.store import append, lines, read
 
 T = TypeVar("T")
 
-_MET = "met"
+_COMPLETE = "met"
 _ERRORS: dict[str, type[NcclError]] = {"usage": NcclInvalidUsage, "remote": NcclRemoteError}
-_LONGEST_PAUSE = 0.1
-_REPORT_SECONDS = 2.0  # a rank that fails tells the others, but does not wait long for a store that is silent
-_HURRIED_SECONDS = 0.2  # the same after Ctrl-C, or at the deadline
+_MAX_PAUSE = 0.1
+_REPORT_SECONDS = 2.0  # limit for reporting this rank's failure to a store that may not answer
+_MIN_REPORT_SECONDS = 0.2  # the same after Ctrl-C, or at the deadline
 
 
 class Rendezvous:
-    """One rank's part in the rendezvous.
+    """The rendezvous, as seen by one rank.
 
-    server  what carries the store, for errors
-    again   why a rank may have come twice, and what to do
-    met     called once all are there"""
+    server          what serves the store, for messages
+    duplicate_hint  for messages: why two processes may have the same rank, and what to do
+    on_complete     called once all ranks have joined"""
 
     def __init__(
         self,
@@ -41,118 +41,117 @@ class Rendezvous:
         nranks: int,
         clock: Clock,
         server: str,
-        again: str,
-        met: Callable[[], None] = lambda: None,
+        duplicate_hint: str,
+        on_complete: Callable[[], None] = lambda: None,
     ) -> None:
         self.store, self.rank, self.nranks, self.clock = store, rank, nranks, clock
-        self.server, self.again, self.met = server, again, met
+        self.server, self.duplicate_hint, self.on_complete = server, duplicate_hint, on_complete
 
     def join(self, identity: bytes) -> bytes:
-        """Wait until all ranks are there; return the id. Raises for ranks that are missing, doubled or failed."""
+        """Wait until all ranks have joined and return the id. Raises if ranks are missing, duplicate or failed."""
         return self._ask(lambda wait: self._join(identity, wait))
 
-    def next_part(self, prefixed: Callable[[str, Any], Any]) -> None:
-        """Go on in a part of the store that no other call uses. The store counts the calls: it may outlive a group."""
+    def use_next_prefix(self, prefixed: Callable[[str, Any], Any]) -> None:
+        """Switch to a prefix unique to this call. The store counts the calls, since it may outlive a process group."""
         number = self._ask(lambda _: self.store.add(f"calls/{self.rank}", 1))
         self.store = prefixed(str(number), self.store)
 
     def report(self, error: BaseException) -> None:
-        """Tell the others that this rank cannot go on."""
+        """Report to the other ranks that this rank failed."""
         text = could_not_start(self.rank, error)
         seconds = 0.0 if isinstance(error, KeyboardInterrupt) else min(_REPORT_SECONDS, self.clock.left())
-        with contextlib.suppress(Exception):  # the error itself is more important
-            late = NcclTimeout("the store is silent")
-            Wait(Clock(max(seconds, _HURRIED_SECONDS))).beside(lambda: self._end("remote", text), lambda: late)
+        with contextlib.suppress(Exception):  # the original error is more important
+            no_answer = NcclTimeout("the store does not answer")
+            wait = Wait(Clock(max(seconds, _MIN_REPORT_SECONDS)))
+            wait.run_in_worker(lambda: self._finish("remote", text), lambda: no_answer)
 
     def _ask(self, call: Callable[[Wait], T]) -> T:
-        """`call(wait)`, in a worker thread, since the store may never answer."""
+        """Make `call(wait)` in a worker thread, since the store may never answer."""
         wait = Wait(self.clock)
         try:
-            return wait.beside(lambda: call(wait), self._silent)
+            return wait.run_in_worker(lambda: call(wait), self._no_answer)
         except NcclError:
             raise
-        except RuntimeError as error:  # DistError and its relatives; FileStore raises the bare one
+        except RuntimeError as error:  # DistError and subclasses; FileStore raises plain RuntimeError
             raise self._lost(error) from error
 
-    # What follows runs in the worker thread.
+    # The methods below run in the worker thread.
 
     def _join(self, identity: bytes, wait: Wait) -> bytes:
-        self._come_in(identity)
+        self._register(identity)
         self._wait_for_all(wait)
         found: bytes = self.store.get("id")
-        self.met()
+        self.on_complete()
         return found
 
-    def _come_in(self, identity: bytes) -> None:
+    def _register(self, identity: bytes) -> None:
         if self.store.add(f"claims/{self.rank}", 1) > 1:
-            self._refuse_double()
-        self.store.set(f"rank/{self.rank}", f"{self.nranks} {_whoami()}")
+            self._raise_duplicate()
+        self.store.set(f"rank/{self.rank}", f"{self.nranks} {_describe_process()}")
         append(self.store, "came", str(self.rank))
         if self.rank == 0:
             self.store.set("id", identity)
         if self.store.add(f"arrived/{self.nranks}", 1) == self.nranks:
-            self._end(_MET)
+            self._finish(_COMPLETE)
 
     def _wait_for_all(self, wait: Wait) -> None:
         pause, compared = 0.001, False
-        while not self.store.check(["over"]):  # not store.wait(), which would not see an error, and warns
+        while not self.store.check(["over"]):  # store.wait() would miss an error, and warns
             if not compared and self.store.check(["rank/0"]):
                 self._compare_sizes()
                 compared = True
             if self.clock.left() <= 0:
-                raise self._missing()
+                raise self._missing_ranks()
             wait.pause(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+            pause = min(2 * pause, _MAX_PAUSE)
         kind, _, text = read(self.store, "over").partition("\n")
-        if kind != _MET:
+        if kind != _COMPLETE:
             raise _ERRORS.get(kind, NcclRemoteError)(text)
 
     def _compare_sizes(self) -> None:
-        size, _, who = read(self.store, "rank/0").partition(" ")
+        size, _, process = read(self.store, "rank/0").partition(" ")
         if size != str(self.nranks):
-            self._end(
+            self._finish(
                 "usage",
-                f"rank 0 ({who}) says there are {size} ranks, rank {self.rank} ({_whoami()}) says {self.nranks}: "
-                "WORLD_SIZE, or nranks, has to be the same on all ranks",
+                f"rank 0 ({process}) has world size {size}, "
+                f"rank {self.rank} ({_describe_process()}) has {self.nranks}: "
+                "WORLD_SIZE (or nranks) must be the same on all ranks",
             )
 
-    def _refuse_double(self) -> None:
+    def _raise_duplicate(self) -> None:
         key = f"rank/{self.rank}"
         other = read(self.store, key).partition(" ")[2] if self.store.check([key]) else "another process"
-        text = f"two processes say that they are rank {self.rank}: {other}, and {_whoami()}; {self.again}"
-        if not self.store.check(["over"]):  # else they have met without this one, which is not to disturb them
-            self._end("usage", text)
+        text = f"two processes have rank {self.rank}: {other} and {_describe_process()}; {self.duplicate_hint}"
+        if not self.store.check(["over"]):  # otherwise the rendezvous completed without this process
+            self._finish("usage", text)
         raise NcclInvalidUsage(text)
 
-    def _end(self, kind: str, text: str = "") -> None:
+    def _finish(self, kind: str, text: str = "") -> None:
         first = self.store.add("ends", 1) == 1
-        if first or kind != _MET:  # a rank may have come, and failed, before the last one came
+        if first or kind != _COMPLETE:  # a rank may have failed after joining, before the last one joined
             self.store.set("over", f"{kind}\n{text}")
 
-    def _missing(self) -> NcclTimeout:
+    def _missing_ranks(self) -> NcclTimeout:
         came = set(lines(self.store, "came"))
         missing = [rank for rank in range(self.nranks) if str(rank) not in came]
         if not missing:
-            return NcclTimeout(
-                f"{self._waited()}: all ranks came, but one ended on the way in; look for its first error"
-            )
+            return NcclTimeout(f"{self._waited()}: all ranks started to join, but one exited; look for its first error")
         return NcclTimeout(
-            f"{self._waited()}: ranks {missing} never came\n"
-            "  look for their first error; a longer timeout= helps if they are only slow"
+            f"{self._waited()}: ranks {missing} never joined\n"
+            "  look for their first error; if they are only slow, pass a longer timeout="
         )
 
-    # What the store does not do
+    # Store failures
 
-    def _silent(self) -> NcclTimeout:
+    def _no_answer(self) -> NcclTimeout:
         return NcclTimeout(
-            f"{self._waited()}: the store at which the ranks meet does not answer\n"
-            f"  {self.server} is stopped, or out of reach"
+            f"{self._waited()}: the rendezvous store does not answer\n  {self.server} is stopped or unreachable"
         )
 
     def _lost(self, error: Exception) -> NcclRemoteError:
         return NcclRemoteError(
-            f"rank {self.rank} of {self.nranks} lost the store at which the ranks meet: "
-            f"{self.server} has ended; look for its first error ({first_line(error)})"
+            f"rank {self.rank} of {self.nranks} lost the rendezvous store: "
+            f"{self.server} has exited; look for its first error ({first_line(error)})"
         )
 
     def _waited(self) -> str:
@@ -160,14 +159,14 @@ class Rendezvous:
 
 
 def could_not_start(rank: int, error: BaseException) -> str:
-    why = f"could not start: {type(error).__name__}: {error}"
-    return f"rank {rank} " + ("was interrupted (Ctrl-C)" if isinstance(error, KeyboardInterrupt) else why)
+    reason = f"could not start: {type(error).__name__}: {error}"
+    return f"rank {rank} " + ("was interrupted (Ctrl-C)" if isinstance(error, KeyboardInterrupt) else reason)
 
 
 def first_line(error: BaseException) -> str:
-    """Of an error of torch, which goes on with a trace of C++."""
+    """Return the first line of an error of torch, which appends a C++ trace."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def _whoami() -> str:
+def _describe_process() -> str:
     return f"process {os.getpid()} on {os.uname().nodename}, {os.path.basename(sys.argv[0] or 'python')}"

@@ -1,4 +1,4 @@
-"""Ranks that share a torch.distributed store, a process group, which has one, or a file system."""
+"""Rendezvous through a torch.distributed store, the store of a process group, or a shared file."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from .env import agent_serves, read_local_rank
 from .join import init_at, watch_at
 from .rendezvous import Rendezvous, first_line
 
-_WATCH_SECONDS = 1.5  # for the lock of the file in which ranks that are stuck ask each other
-_LONGEST_NAME = 1 << 16  # of a key in torch's FileStore, which begins with the length of one
+_WATCH_LOCK_SECONDS = 1.5  # for the lock of the hang diagnosis file
+_MAX_KEY_BYTES = 1 << 16  # torch's FileStore begins with the length of its first key
 
 _SERVER = "the process that serves it"
-_AGAIN = "every process needs a rank of its own, and every call a store of its own, or PrefixStore(name, store)"
-_AGAIN_IN_A_GROUP = "every rank of a process group calls from_process_group as often as the others"
+_DUPLICATE_HINT = "every process needs its own rank, and every call its own store or PrefixStore(name, store)"
+_DUPLICATE_HINT_GROUP = "all ranks of a process group must call from_process_group equally often"
 
 
 @bootstrap
@@ -45,23 +45,25 @@ def from_store(
     library: Library | None = None,
     local_rank: int | None = None,
 ) -> Communicator:
-    """The communicator of ranks 0..nranks-1 that share a torch.distributed store, which serves this one call.
+    """Create the communicator of ranks 0..nranks-1 that share a torch.distributed store. Use a store for one call only.
 
-    timeout  seconds for the rendezvous and NCCL's init together, whatever the store's own timeout. What the store does
-             not return from is left behind in a thread.
+    timeout  seconds for the rendezvous and NCCL's init together; the store's own timeout is ignored. Store operations
+             that block past the deadline are left running in a thread.
 
-    Raises as `from_env` does.
+    Raises the same errors as `from_env`.
     """
     clock = Clock(timeout)
     check_rank_of(rank, nranks)
     methods(store, ("add", "get", "set", "check"), "store", "a torch.distributed store, such as TCPStore")
-    return init_at(Rendezvous(store, rank, nranks, clock, _SERVER, _AGAIN), library, device, local_rank, config)
+    rendezvous = Rendezvous(store, rank, nranks, clock, _SERVER, _DUPLICATE_HINT)
+    return init_at(rendezvous, library, device, local_rank, config)
 
 
 # ---------------------------------------------------------------------------------------------- a process group
 
 
-own_communicators: list[Callable[[Any], Communicator | None]] = []  # pynccl.torch_backend adds its own, of its groups
+# Lookups of a group's own communicator; pynccl.torch_backend registers one.
+own_communicators: list[Callable[[Any], Communicator | None]] = []
 
 
 @bootstrap
@@ -73,17 +75,17 @@ def from_process_group(
     timeout: float | None = DEFAULT_TIMEOUT,
     library: Library | None = None,
 ) -> Communicator:
-    """The communicator of the ranks of a torch.distributed process group, or of a one-dimensional DeviceMesh.
+    """Create the communicator of the ranks of a torch.distributed process group or a one-dimensional DeviceMesh.
 
     group    None: the default group
-    device   None or "cuda": LOCAL_RANK's GPU if set, else the current one
-    timeout  seconds for the rendezvous at the group's store and NCCL's init together, whatever the group's own timeout
+    device   None or "cuda": the GPU number LOCAL_RANK if set, otherwise the current GPU
+    timeout  seconds for the rendezvous at the group's store and NCCL's init together; the group's timeout is ignored
 
-    All ranks of the group must call it equally often. Raises as `from_env` does; ValueError for a group without a
-    store, such as one of MPI.
+    All ranks of the group must call it equally often. Raises the same errors as `from_env`, and ValueError for a group
+    without a store, such as an MPI group.
 
-    Of a group of `pynccl.torch_backend` it is the group's own one, which ends with the group, unless a device, config
-    or library is asked for.
+    For a group of `pynccl.torch_backend`, this returns the group's own communicator, which is destroyed with the group,
+    unless you pass device, config or library.
     """
     import torch.distributed as dist
 
@@ -91,17 +93,17 @@ def from_process_group(
     group = _group_of(group)
     if device is None and config is None and library is None:
         for find in own_communicators:
-            if (own := find(group)) is not None:
-                return own
+            if (comm := find(group)) is not None:
+                return comm
     rank, nranks = dist.get_rank(group), dist.get_world_size(group)
     if rank < 0:
         raise ValueError("this process is not in the process group: only its ranks may call from_process_group")
     shared = group.get_group_store()
     if shared is None:
-        raise ValueError(f"from_process_group: {shown(group)} has no store; of MPI's ranks there is from_mpi")
+        raise ValueError(f"from_process_group: {shown(group)} has no store; use from_mpi for MPI ranks")
     store = dist.PrefixStore("pynccl", shared)
-    rendezvous = Rendezvous(store, rank, nranks, clock, _SERVER, _AGAIN_IN_A_GROUP)
-    rendezvous.next_part(dist.PrefixStore)
+    rendezvous = Rendezvous(store, rank, nranks, clock, _SERVER, _DUPLICATE_HINT_GROUP)
+    rendezvous.use_next_prefix(dist.PrefixStore)
     try:
         local = read_local_rank()
     except NcclInvalidUsage as error:
@@ -111,21 +113,21 @@ def from_process_group(
 
 
 def _group_of(group: Any) -> Any:
-    """A process group that torch.distributed knows; None stands for the default one."""
+    """Return the process group of `group`; the default group for None."""
     import torch.distributed as dist
 
     if not isinstance(group, dist.ProcessGroup) and callable(find := attribute(group, "get_group")):
         group = find()
-    none_here = dist.GroupMember.NON_GROUP_MEMBER  # what new_group() returns to ranks that it leaves out
-    if group is not None and group is not none_here and not isinstance(group, dist.ProcessGroup):
+    non_member = dist.GroupMember.NON_GROUP_MEMBER  # what new_group() returns on ranks outside the group
+    if group is not None and group is not non_member and not isinstance(group, dist.ProcessGroup):
         raise TypeError(
-            f"from_process_group: group is {shown(group)}, expected a torch.distributed process group, a DeviceMesh of "
-            "one dimension, or None for the default group"
+            f"from_process_group: group is {shown(group)}, expected a torch.distributed process group, a "
+            "one-dimensional DeviceMesh, or None for the default group"
         )
     if not dist.is_initialized():
         raise ValueError(
             "from_process_group: torch.distributed has no process group; call torch.distributed.init_process_group "
-            "first, or use pynccl.init(), which needs none"
+            "first, or use pynccl.init(), which does not need one"
         )
     return dist.group.WORLD if group is None else group
 
@@ -145,14 +147,14 @@ def from_file(
     library: Library | None = None,
     local_rank: int | None = None,
 ) -> Communicator:
-    """The communicator of ranks that share a file system.
+    """Create the communicator of ranks that share a file system.
 
-    path  of a file that does not exist yet, in a folder that all ranks may write to. It is removed when all have met; a
-          run that failed leaves it, and the next one says that it has to be removed.
+    path  a file that does not exist yet, in a folder that all ranks can write to. It is removed once all ranks have
+          joined. A failed run leaves it behind, and the next run asks you to remove it.
 
-    The rest as in `from_store`. Raises NcclSystemError if the file cannot be written, NcclInvalidUsage if it holds
-    something else. Ranks that are stuck ask each other in a second file, `path`.UID.watch, which goes when the job has
-    ended well, else with the next run.
+    The other arguments are those of `from_store`. Raises NcclSystemError if the file cannot be written, and
+    NcclInvalidUsage if it has other contents. Blocked ranks exchange their positions in a second file,
+    `path`.UID.watch, which is removed when the job exits cleanly, or by the next run.
     """
     clock = Clock(timeout)
     check_rank_of(rank, nranks)
@@ -160,37 +162,36 @@ def from_file(
     path = os.fsdecode(path)
     store = _file_store(path, clock)
     server = f"the file system of {path}"
-    again = f"every process needs a rank of its own; or {path} is left over from an earlier run: remove it"
+    duplicate_hint = f"every process needs its own rank; or {path} is left over from an earlier run: remove it"
 
-    def met() -> None:
+    def remove_file() -> None:
         if store.add("left", 1) == nranks:
             with contextlib.suppress(OSError):
                 os.unlink(path)
 
-    rendezvous = Rendezvous(store, rank, nranks, clock, server, again, met)
+    rendezvous = Rendezvous(store, rank, nranks, clock, server, duplicate_hint, remove_file)
     comm = init_at(rendezvous, library, device, local_rank, config, watch=False)
     watch_at(comm, _WatchFile(path, comm))
     return comm
 
 
 class _WatchFile:
-    """torch's FileStore, made when a rank has something to say. Ranks poll it by add(key, 0), which torch's would write
-    down."""
+    """torch's FileStore, created on the first write. Polling by add(key, 0) does not write, unlike in torch's."""
 
     def __init__(self, path: str, comm: Communicator) -> None:
         path = os.path.abspath(path)
         self._path = f"{path}.{comm.uid[:12]}{SUFFIX}"
         if comm.rank == 0:
-            for old in glob.glob(f"{glob.escape(path)}.*{SUFFIX}"):  # of runs that have failed
+            for old in glob.glob(f"{glob.escape(path)}.*{SUFFIX}"):  # of failed runs
                 if old != self._path:
                     with contextlib.suppress(OSError):
                         os.unlink(old)
         if (own := recorder()) is not None:
-            own.beside.append(self._path)
+            own.extra_files.append(self._path)
         self._made: Any = None
 
     def _store(self) -> Any:
-        self._made = self._made or _file_store(self._path, Clock(_WATCH_SECONDS))
+        self._made = self._made or _file_store(self._path, Clock(_WATCH_LOCK_SECONDS))
         return self._made
 
     def check(self, keys: list[str]) -> bool:
@@ -209,25 +210,27 @@ class _WatchFile:
 
 
 def _file_store(path: str, clock: Clock) -> Any:
-    """torch's FileStore, whose constructor keeps the GIL while it waits for a folder, for a lock, or for the rest of a
-    file that is no store: so the file is made, locked and looked at here first. Only its user may read it."""
+    """Return torch's FileStore at `path`.
+
+    The file is created, locked and checked first, because the constructor holds the GIL while it waits for a folder, a
+    lock, or the rest of a file that is not a store. Only the current user can read the file."""
     from torch.distributed import FileStore
 
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
         with open(file, "rb") as found:
             _wait_for_lock(file, path, clock)
-            usable = stat.S_ISREG(os.fstat(file).st_mode) and int.from_bytes(found.read(4), "little") <= _LONGEST_NAME
+            usable = stat.S_ISREG(os.fstat(file).st_mode) and int.from_bytes(found.read(4), "little") <= _MAX_KEY_BYTES
         if usable:
             return FileStore(path)
-    except (OSError, RuntimeError) as error:  # no space is left, or a file system without locks
+    except (OSError, RuntimeError) as error:  # no space left, or a file system without locks
         if isinstance(error, NcclError):
             raise
         raise NcclSystemError(
-            f"the ranks cannot meet in the file {path}: {getattr(error, 'strerror', None) or first_line(error)}\n"
-            "  pass a path in a folder that exists, that all ranks share, and that they may write to"
+            f"cannot use {path} as the rendezvous file: {getattr(error, 'strerror', None) or first_line(error)}\n"
+            "  pass a path in an existing folder that all ranks share and can write to"
         ) from error
-    raise NcclInvalidUsage(f"{path} is no meeting of ranks: pass the path of a file that does not exist yet")
+    raise NcclInvalidUsage(f"{path} is not a rendezvous file: pass the path of a file that does not exist yet")
 
 
 def _wait_for_lock(file: int, path: str, clock: Clock) -> None:
@@ -237,7 +240,7 @@ def _wait_for_lock(file: int, path: str, clock: Clock) -> None:
         except BlockingIOError:
             if clock.left() <= 0:
                 raise NcclTimeout(
-                    f"the lock of {path}, where the ranks meet, was not free within {clock.seconds()}: a process that "
-                    "holds it is stopped, or its machine is gone"
+                    f"the lock of the rendezvous file {path} was not released within {clock.seconds()}: the process "
+                    "that holds it is stopped, or its node is down"
                 ) from None
             time.sleep(0.01)

@@ -1,1 +1,1 @@
-"""A communicator, from the ground up."""
+"""Communicators: creation, collectives, point-to-point, memory, plans, and shutdown."""

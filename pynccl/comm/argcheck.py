@@ -1,6 +1,6 @@
-"""Buffers, counts, ranks and devices of a call: checked on this rank, and turned into what C takes.
+"""Validate the buffers, counts, ranks and devices of a call on this rank, and convert them to C arguments.
 
-Every operation comes through here each time, so where all is well it is a few attribute reads.
+Every operation runs this code on every call, so the valid case costs only a few attribute reads.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from .base import Comm
 
 
 def check_rank(name: str, rank: Any, nranks: int, expected: str = "") -> int:
-    """`rank` as an int; ValueError that says `name is rank, expected a rank in ...` unless it is one of so many."""
+    """Return `rank` as an int. ValueError (`name is rank, expected ...`) if it is not in 0..nranks-1."""
     if type(rank) is int and 0 <= rank < nranks:
         return rank
     return integer(rank, name, 0, nranks - 1, expected or f"a rank in 0..{nranks - 1}")
 
 
 def check_buffer(comm: Comm, operation: str, role: str, x: Any, stream: Any) -> tuple[int, int, int, int]:
-    """(pointer, count, data type, stream handle) of the only buffer of a call."""
+    """Check the only buffer of a call and return (pointer, count, data type, stream handle)."""
     if comm._handle is None:
         comm.check_alive()
     kind = adapters.get(type(x)) or adapter(x, operation, role)
@@ -45,17 +45,17 @@ def check_buffer(comm: Comm, operation: str, role: str, x: Any, stream: Any) -> 
 def check_buffers(
     comm: Comm, operation: str, send: Any, recv: Any, stream: Any, grow: int = 1, shrink: int = 1, blocks: int = 1
 ) -> tuple[int, int, int, int, Any, int]:
-    """(send pointer, recv pointer, send count, data type, recv, stream handle), all checks made.
+    """Check send and recv and return (send pointer, recv pointer, send count, data type, recv, stream handle).
 
-    recv has grow/shrink times as many elements as send, which has to divide into `shrink` or `blocks` parts."""
+    recv has grow/shrink times as many elements as send. The count of send must be divisible by shrink * blocks."""
     send_ptr, count, dtype, raw_stream = check_buffer(comm, operation, "send", send, stream)
     if recv is send and grow == shrink and blocks == 1:
         if type(send) not in tensor_types:
             check_writable(operation, send)
         return send_ptr, send_ptr, count, dtype, recv, raw_stream
-    parts = shrink * blocks
-    if parts > 1 and count % parts:
-        raise ValueError(f"{operation}: send has {count} elements, not divisible by {parts} ranks; pad it")
+    divisor = shrink * blocks
+    if divisor > 1 and count % divisor:
+        raise ValueError(f"{operation}: send has {count} elements, not divisible by {divisor} ranks; pad it")
     if recv is None:
         recv = _allocate(operation, adapter(send), send, grow, shrink)
     recv_ptr = check_recv(comm, operation, recv, count * grow // shrink, dtype, count)
@@ -66,7 +66,7 @@ def check_buffers(
 
 
 def check_recv(comm: Comm, operation: str, recv: Any, expected: int, dtype: int, count: int) -> int:
-    """Address of recv, which has to hold `expected` elements of `dtype`; `count` is that of send, for messages."""
+    """Check that recv holds `expected` elements of `dtype` and return its address. count: of send, for messages"""
     kind = adapters.get(type(recv)) or adapter(recv, operation, "recv")
     try:
         recv_ptr, found, recv_dtype, device = kind.describe(recv)
@@ -88,7 +88,7 @@ def check_recv(comm: Comm, operation: str, recv: Any, expected: int, dtype: int,
     return recv_ptr
 
 
-# What is called when something may be wrong
+# Slow paths: allocation, and the error messages
 
 
 def _allocate(operation: str, kind: Adapter, send: Any, grow: int, shrink: int) -> Any:
@@ -108,17 +108,17 @@ def _allocate(operation: str, kind: Adapter, send: Any, grow: int, shrink: int) 
 def _check_overlap(
     comm: Comm, operation: str, send_ptr: int, recv_ptr: int, send_bytes: int, grow: int, shrink: int, blocks: int
 ) -> None:
-    """Overlapping buffers are in place in NCCL's sense, or an error."""
+    """Raise ValueError unless the overlapping buffers are in place as NCCL defines it."""
     block = send_bytes // shrink  # bytes of the smaller buffer
     in_place = 0 if grow == shrink else comm.rank * block
     offset = send_ptr - recv_ptr if grow > shrink else recv_ptr - send_ptr
     if blocks > 1 or offset != in_place:
-        where = "send and recv must not overlap" if blocks > 1 else f"in place means an offset of {in_place} bytes"
-        raise ValueError(f"{operation}: send and recv overlap, {recv_ptr - send_ptr} bytes apart; {where}")
+        expected = "send and recv must not overlap" if blocks > 1 else f"an in-place call requires exactly {in_place}"
+        raise ValueError(f"{operation}: send and recv overlap, {recv_ptr - send_ptr} bytes apart; {expected}")
 
 
 def check_writable(operation: str, x: Any) -> None:
-    """ValueError where `x` cannot be received into."""
+    """ValueError if `x` is read-only."""
     try:
         adapter(x).check_writable(x)
     except ValueError as error:
@@ -129,6 +129,6 @@ def _check_device(comm: Comm, operation: str, role: str, device: int) -> None:
     if device == ANY_DEVICE:
         return
     raise ValueError(
-        f"{operation}: {role} is on {device_name(device)}, the communicator on {device_name(comm._ordinal)}; "
-        f"move it there, or use a communicator of {device_name(device)}"
+        f"{operation}: {role} is on {device_name(device)}, the communicator is on {device_name(comm._ordinal)}; "
+        f"move the buffer, or use a communicator on {device_name(device)}"
     )

@@ -1,5 +1,4 @@
-"""Comm: what everything below the Communicator stands on. Its handle and lock, who it is, whether it is alive, and what
-a C call on it has resulted in."""
+"""Comm, the base class of Communicator: handle, lock, rank and size, lifetime, and the results of its C calls."""
 
 from __future__ import annotations
 
@@ -33,39 +32,40 @@ from .deadline import wait_nonblocking
 from .observers import ControlCall, observed, observers
 from .scratch import Scratch
 
-DEFAULT_TIMEOUT = 60.0  # seconds that an init or an end waits for the other ranks
+DEFAULT_TIMEOUT = 60.0  # seconds that creation and shutdown wait for the other ranks
 
 
-_CHECK = {"": False, "0": False, "off": False, "1": True, "on": True}  # PYNCCL_CHECK, in small letters
-_OF_OTHERS = (NcclRemoteError, NcclTimeout, NcclSystemError, NcclInternalError, NcclInvalidUsage)
-aborted_late: list[str] = []  # why the watchdog has aborted communicators
+_CHECK = {"": False, "0": False, "off": False, "1": True, "on": True}  # PYNCCL_CHECK, in lower case
+_PEER_ERRORS = (NcclRemoteError, NcclTimeout, NcclSystemError, NcclInternalError, NcclInvalidUsage)
+aborted_late: list[str] = []  # the reasons for the watchdog's last two aborts
 _roots = count()
 
 
-class Origin(NamedTuple):
-    """How a communicator was made.
+class Lineage(NamedTuple):
+    """Where a communicator comes from.
 
-    rank, size  its own
-    parent      of which it was split off; None: it comes from no other
-    number      of that split among the parent's, the same on all ranks; without a parent, among this process's own
-    color       of the split
-    axes        of the mesh that made it
+    rank, size  of the communicator
+    parent      lineage of the communicator that it was split from; None: it was not made by a split
+    number      index of that split among the parent's splits, equal on all ranks; without a parent, index among the
+                communicators of this process
+    color       color of the split
+    axes        axes of the mesh that made it
     """
 
     rank: int
     size: int
-    parent: Origin | None = None
+    parent: Lineage | None = None
     number: int = 0
     color: int = 0
     axes: tuple[str, ...] = ()
 
-    def line(self) -> list[Origin]:
-        """It, its parent, and so on."""
+    def line(self) -> list[Lineage]:
+        """Return this lineage, its parent's, its grandparent's, and so on."""
         return [self] if self.parent is None else [self, *self.parent.line()]
 
 
 class Comm(Shared):
-    """An ncclComm_t and its state. `Communicator` is what users see of it, with its operations."""
+    """An ncclComm_t and its state. Users see the subclass `Communicator`, which adds the operations."""
 
     def __init__(
         self,
@@ -76,42 +76,42 @@ class Comm(Shared):
         track: Track | Identity | None = None,
     ) -> None:
         self._handle: int | None = handle
-        self._c_handle: Any = to_pointer(handle)  # the same, finished for C
+        self._c_handle: Any = to_pointer(handle)  # the handle as a ctypes pointer
         self.library = library
         self._config = config
         self.timeout = timeout
         self.rank = self._property("ncclCommUserRank")
         self.size = self._property("ncclCommCount")
-        self.device_index = self._property("ncclCommCuDevice")
-        self._ordinal = CPU if library.is_host else self.device_index
+        self._device_index = self._property("ncclCommCuDevice")
+        self._ordinal = CPU if library.is_host else self._device_index
         self.device = device_name(self._ordinal)
-        self._check = check_is_on()
-        self.dependents: tuple[Any, ...] = ()  # communicators that are destroyed before this one, or aborted with it
-        self._end = ""  # how it ended, for messages
-        self._late = ""  # why the watchdog has aborted it, if it has
-        self.call_timeout: float | None = None  # seconds until the watchdog aborts it for a call that is under way
-        self._scratch: Scratch | None = None
-        self.origin = Origin(self.rank, self.size, number=next(_roots))
+        self._check = check_enabled()
+        self._dependents: tuple[Any, ...] = ()  # communicators destroyed before this one, or aborted with it
+        self._end = ""  # "destroyed", "aborted", ...: for messages
+        self._late = ""  # why the watchdog aborted it; "": it did not
+        self._call_timeout: float | None = None  # seconds a call may run before the watchdog aborts it
+        self._scratch_memory: Scratch | None = None
+        self._lineage = Lineage(self.rank, self.size, number=next(_roots))
         self._splits = 0
         self._functions = Functions(library)
         self._finalized = False
-        self._stopped = False  # by a shrink that has aborted what was in flight
-        self._unused_operators: list[int] = []  # nobody holds them any more: see redop.OpHandle
+        self._stopped = False  # shrink(abort=True) has aborted the calls in flight
+        self._unused_operators: list[int] = []  # to be freed: see redop.OpHandle
         self._site = call_site()
         if not isinstance(track, Track):
             track = new_track(track, self.rank, self.size)
         self._track = track
-        # Of every call. A Ctrl-C between two instructions of `with` may leave it with this thread, which goes on, while
-        # other threads wait. abort() needs no lock.
-        self.lock = threading.RLock()
+        # Held during every call. A Ctrl-C between two instructions of `with` can leave the lock with this thread; it
+        # can go on (RLock), while other threads wait. abort() takes no lock.
+        self._lock = threading.RLock()
         if self._track is not None:
             self._track.made(self, self.device, self._site)
             if library.is_host:
-                host_module().stream.explain = _explained_on_a_stream
+                host_module().stream.explain = _explain_stream_error
 
     @property
     def timeout(self) -> float | None:
-        """Seconds that a split, an end, a nonblocking call may take; None: for ever."""
+        """Seconds that split, destroy and nonblocking calls wait for other ranks; None: no limit."""
         return self._timeout
 
     @timeout.setter
@@ -120,53 +120,53 @@ class Comm(Shared):
 
     @property
     def config(self) -> CommConfig | None:
-        """With which it was made; None: all was left to NCCL."""
+        """The `CommConfig` it was made with; None: NCCL's defaults."""
         return self._config
 
     @property
     def handle(self) -> int:
-        """ncclComm_t as an integer, for calls into `library`. NcclInvalidUsage after the end."""
+        """ncclComm_t as an integer, for calls into `library`. NcclInvalidUsage once destroyed or aborted."""
         if self._handle is None:
             self.check_alive()
         return self._handle or 0
 
     @property
     def alive(self) -> bool:
-        """Whether it can still be used: neither destroyed nor aborted."""
+        """Whether it can be used: False once destroyed or aborted."""
         return self._handle is not None
 
     @property
     def ordinal(self) -> int:
-        """CUDA ordinal of the device; -1 for the CPU."""
+        """CUDA ordinal of the device; -1: CPU."""
         return self._ordinal
 
     @property
     def checking(self) -> bool:
-        """Whether calls are compared across ranks (PYNCCL_CHECK=1 when it was made)."""
+        """Whether calls are compared across ranks: PYNCCL_CHECK=1 was set when it was made."""
         return self._check
 
     @property
-    def recorded(self) -> bool:
-        """Whether its calls are recorded: by the flight recorder, unless PYNCCL_WATCH=off when it was made, or by an
-        observer now."""
+    def _is_recorded(self) -> bool:
+        """Whether its calls are recorded: by the flight recorder (on unless PYNCCL_WATCH=off was set when it was made),
+        or by an active observer."""
         return self._track is not None or bool(observers)
 
     @property
     def name(self) -> str:
-        """What messages and traces call it: CommConfig.comm_name, else what made it: "init", "init.split1-0"."""
-        made_of = "communicator" if self._track is None else self._track.name
-        return comm_name(self._config, made_of) if self._track is None else made_of
+        """Its name in messages and traces: CommConfig.comm_name, else one derived from how it was made."""
+        return comm_name(self._config, "communicator") if self._track is None else self._track.name
 
     @property
     def uid(self) -> str:
-        """The same text on all its ranks, and on no other communicator of the job. Without a flight recorder that is so
-        if all ranks made their communicators in one order."""
+        """A text that is equal on all its ranks and unique in the job. Without a flight recorder this requires that all
+        ranks made their communicators in the same order."""
         if self._track is not None:
             return self._track.uid
-        made = [f"{one.number}/{one.color}" for one in self.origin.line()]
-        return f"{'.'.join(reversed(made))} of {self.size}"
+        splits = [f"{lineage.number}/{lineage.color}" for lineage in self._lineage.line()]
+        return f"{'.'.join(reversed(splits))} of {self.size}"
 
     def check_alive(self) -> None:
+        """Raise NcclInvalidUsage if it was destroyed or aborted, NcclTimeout if the watchdog aborted it."""
         if self._handle is None:
             if self._late:
                 raise NcclTimeout(self._late)
@@ -176,29 +176,29 @@ class Comm(Shared):
             )
 
     def async_error(self) -> Result:
-        """What went wrong since the launch: SUCCESS, IN_PROGRESS (nonblocking), or an error code."""
+        """Return ncclCommGetAsyncError: SUCCESS, IN_PROGRESS (nonblocking), or the error code of a call in flight."""
         code = ctypes.c_int()
         self._status("ncclCommGetAsyncError", ctypes.byref(code))
         return Result(code.value)
 
     def check_async_error(self) -> None:
-        """Raise what `async_error` reports, if it is an error."""
+        """Raise the error that `async_error` reports, if any."""
         code = self.async_error()
         if code not in (Result.SUCCESS, Result.IN_PROGRESS):
             raise self.library.error(code, "an operation in flight", self._handle)
 
-    def on_own_device(self) -> on_device:
-        """A context manager for C calls that look at the current GPU, or leave another one current."""
+    def _on_own_device(self) -> on_device:
+        """Return a context manager that makes its GPU current inside the block and restores the caller's afterwards."""
         return on_device(self._own_ordinal() if gpu_count() else None)
 
-    def scratch(self, nbytes: int) -> Scratch:
-        """At least `nbytes` bytes for the communicator's own operations; for the holder of its lock."""
-        if self._scratch is None or self._scratch.nbytes < nbytes:
-            self._scratch = Scratch(nbytes, self._ordinal, self.library)
-        return self._scratch
+    def _scratch(self, nbytes: int) -> Scratch:
+        """Return at least `nbytes` bytes of scratch memory for internal operations. The caller holds the lock."""
+        if self._scratch_memory is None or self._scratch_memory.nbytes < nbytes:
+            self._scratch_memory = Scratch(nbytes, self._ordinal, self.library)
+        return self._scratch_memory
 
     def _own_ordinal(self) -> int | None:
-        return None if self._ordinal == CPU else self.device_index
+        return None if self._ordinal == CPU else self._device_index
 
     def _property(self, function: str) -> int:
         value = ctypes.c_int()
@@ -206,7 +206,7 @@ class Comm(Shared):
         return value.value
 
     def _status(self, function: str, *args: Any) -> None:
-        """A C call on this communicator that launches nothing."""
+        """Make a C call on this communicator that launches no work, and check its result."""
         handle = self.handle
         code = getattr(self.library, function)(handle, *args)
         if code:
@@ -214,12 +214,12 @@ class Comm(Shared):
             self.library.check(code, function, handle)
 
     def _check_result(self, code: int, what: str, entry: int = 0) -> None:
-        """Raise for the result of a C call, with what the other ranks' records say about it; wait for a nonblocking
-        communicator until its deadline.   entry: of the call in the record"""
+        """Raise if a C call failed, with a diagnosis from the records of all ranks. On a nonblocking communicator, wait
+        first until the call completes or times out.   entry: of the call in the flight recorder"""
         if not code:
             return
         try:
-            self.check_alive()  # that another thread has ended the communicator explains more than the code
+            self.check_alive()  # if another thread ended it, that explains more than the result code
             code = wait_nonblocking(self.library, self._handle, code, self.timeout, what)
             error = self.library.error(code, what, self._handle) if code else None
         except BaseException as raised:
@@ -232,32 +232,32 @@ class Comm(Shared):
             raise explained(error, self._track)
 
     def _newest(self) -> int:
-        """Of its calls, in the record; for the holder of the lock."""
+        """Return the flight recorder entry of its newest call, or 0. The caller holds the lock."""
         return 0 if self._track is None else self._track.head
 
     def _recorded(
         self, operation: str, *, weight: int = 1, detail: str = ""
     ) -> contextlib.AbstractContextManager[None]:
-        """For a call that is not made often: what runs within, under the lock, is in the record as this."""
+        """Record the block as one control call. The caller holds the lock.   weight: see `observers.ControlCall`"""
         track = self._track
         recorded = contextlib.nullcontext() if track is None else track.call(operation, weight=weight, detail=detail)
-        return self._told_of(operation, weight, recorded) if observers else recorded
+        return self._observed_call(operation, weight, recorded) if observers else recorded
 
     @contextlib.contextmanager
-    def _told_of(
+    def _observed_call(
         self, operation: str, weight: int, recorded: contextlib.AbstractContextManager[None]
     ) -> Iterator[None]:
         with observed([ControlCall(self, operation, weight)]), recorded:
             yield
 
-    def _child(self, config: CommConfig | None, operation: str, part: Any) -> Identity | None:
-        """Who a new communicator of some ranks of this one is, in the flight recorder."""
+    def _child(self, config: CommConfig | None, operation: str, key: Any) -> Identity | None:
+        """Return the flight recorder identity of a new communicator derived from this one."""
         parent = self._track
         if parent is None:
             return None
         parent.children[operation] = number = parent.children.get(operation, 0) + 1
-        uid = uid_of(parent.uid, operation, number, part)
-        name = comm_name(config, f"{parent.name}.{operation}{number}" + (f"-{part}" if operation == "split" else ""))
+        uid = uid_of(parent.uid, operation, number, key)
+        name = comm_name(config, f"{parent.name}.{operation}{number}" + (f"-{key}" if operation == "split" else ""))
         return Identity(uid, name, parent.uid)
 
     def __repr__(self) -> str:
@@ -266,38 +266,39 @@ class Comm(Shared):
 
 
 def comm_name(config: CommConfig | None, otherwise: str) -> str:
-    """What messages call a communicator that is made with this; what is no CommConfig is refused with the struct."""
+    """Return the name that config gives, else `otherwise`. make_struct() rejects a config of another type."""
     return (isinstance(config, CommConfig) and config.comm_name) or otherwise
 
 
 def explained(error: NcclError, track: Track | None) -> NcclError:
-    """The error of a call, with what the records of all ranks say about it, where another rank may have caused it."""
-    if track is None or track.size == 1 or not isinstance(error, _OF_OTHERS) or track.explains:
+    """Return the error, with a diagnosis from the records of all ranks if another rank may have caused it."""
+    if track is None or track.size == 1 or not isinstance(error, _PEER_ERRORS) or track.explains:
         return error
-    track.explains = True  # once: what fails afterwards fails for the same reason
+    track.explains = True  # once: later failures have the same cause
     try:
         from ..watch.diagnosis import explain
 
-        # Who has waited until its own deadline has given the others time enough.
+        # After a timeout of our own, the other ranks have had enough time to write their records.
         text = explain(track, patient=not isinstance(error, NcclTimeout))
-    except Exception:  # the error itself is what counts; an import needs a descriptor, too
+    except Exception:  # keep the original error; the import, too, can fail without free file descriptors
         return error
     if not text:
         return error
     first, *rest = str(error).splitlines()
-    told = type(error)("\n".join([first, *(f"  {line}" for line in text.splitlines()), *rest]))
-    told.code, told.verdict = error.code, text.partition("\n")[0]
-    return told
+    diagnosed = type(error)("\n".join([first, *(f"  {line}" for line in text.splitlines()), *rest]))
+    diagnosed.code, diagnosed.verdict = error.code, text.partition("\n")[0]
+    return diagnosed
 
 
-def _explained_on_a_stream(error: BaseException) -> BaseException:
-    """The same for an error that a stream of the host library raises: of a communicator that has failed."""
-    own = started()
-    if own is None or not isinstance(error, NcclError):
+def _explain_stream_error(error: BaseException) -> BaseException:
+    """`explained` for an error raised by a stream of the host library: find the communicator that failed."""
+    recorder = started()
+    if recorder is None or not isinstance(error, NcclError):
         return error
     if aborted_late and "was aborted" in str(error):
         return NcclTimeout(aborted_late[-1])
-    comms = [comm for track in own.tracks if not track.explains and (comm := track.comm()) is not None and comm.alive]
+    tracks = [track for track in recorder.tracks if not track.explains]
+    comms = [comm for track in tracks if (comm := track.comm()) is not None and comm.alive]
     for comm in comms:
         if comm.library.is_host and comm.async_error() not in (Result.SUCCESS, Result.IN_PROGRESS):
             comm._track.failed_last(error)
@@ -305,28 +306,28 @@ def _explained_on_a_stream(error: BaseException) -> BaseException:
     return error
 
 
-def check_is_on() -> bool:
-    """What PYNCCL_CHECK says; NcclInvalidUsage where that is neither 1 nor 0."""
+def check_enabled() -> bool:
+    """Return whether PYNCCL_CHECK is on. NcclInvalidUsage if it is neither 1 nor 0."""
     text = os.environ.get("PYNCCL_CHECK", "").strip()
     if text.lower() not in _CHECK:
-        raise NcclInvalidUsage(f"PYNCCL_CHECK={text!r}: expected 1, to compare the calls of all ranks, or 0")
+        raise NcclInvalidUsage(f"PYNCCL_CHECK={text!r}: expected 1 (compare the calls of all ranks) or 0")
     return _CHECK[text.lower()]
 
 
 def locked(comms: Sequence[Comm]) -> contextlib.AbstractContextManager[Any]:
-    """The locks of all of them, which may have ended when they have been taken."""
-    return comms[0].lock if len(comms) == 1 else _all_locked(comms)
+    """Lock all the communicators. One may have been aborted by the time its lock is held: call check_alive()."""
+    return comms[0]._lock if len(comms) == 1 else _all_locked(comms)
 
 
 @contextlib.contextmanager
 def _all_locked(comms: Sequence[Comm]) -> Iterator[None]:
     with contextlib.ExitStack() as locks:
-        for comm in sorted(comms, key=id):  # one order in all threads, so that two groups cannot wait for each other
-            locks.enter_context(comm.lock)
+        for comm in sorted(comms, key=id):  # the same order in all threads, to avoid deadlock
+            locks.enter_context(comm._lock)
         yield
 
 
 def check_group_result(comms: list[Comm], code: int, what: str) -> None:
-    """Raise for the result of ncclGroupEnd; wait for nonblocking communicators until their deadline."""
+    """Raise if ncclGroupEnd failed. Wait for nonblocking communicators until they complete or time out."""
     for comm in comms if code == Result.IN_PROGRESS else comms[:1]:
         comm._check_result(code, what, comm._newest())

@@ -1,4 +1,4 @@
-"""Call: one validated C call as a value, its text, and how it is made: lock, record, C function, result code."""
+"""Call: a validated C call as a value, its text for messages, and `issue`, which makes the C call."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ def issue(
     site: str = "",
     flags: int = 0,
 ) -> None:
-    """Make one C call of a communicator, on its record; raise for its result.
+    """Make one C call of a communicator under its lock, record it, and raise if it fails.
 
-    args    of the C function, finished
-    inputs  those before the communicator, and the stream, as numbers: for the record, with the others; see Track.enter
+    args                         all arguments of the C function, converted
+    inputs                       the arguments before the communicator, as numbers, for the flight recorder
+    stream, detail, site, flags  also for the flight recorder: see Track.enter
     """
     track = comm._track
-    with comm.lock:
-        if comm._handle is None:  # ended by another thread since the arguments were checked
+    with comm._lock:
+        if comm._handle is None:  # another thread ended it after the arguments were checked
             comm.check_alive()
         if track is None:
             code, entry = function(*args), 0
@@ -42,7 +43,7 @@ def issue(
                 entry = track.enter(operation, inputs, stream, detail, 0, site, -1, flags)
                 code = function(*args)
                 track.leave(entry)
-            except BaseException as error:  # Ctrl-C, between any two of them
+            except BaseException as error:  # also Ctrl-C between any two of these
                 track.failed_since(head, error)
                 raise
     if code:
@@ -58,10 +59,10 @@ class Call(NamedTuple):
     inputs: tuple[int, ...]  # buffers, count, data type, then operator, root or peer
     stream: int
     config: tuple[Any, ...] = ()
-    keep: Any = None  # what must live until the launch, and until its stream has passed: buffers, an operator
-    recv: Any = None  # what it writes to
-    compared: str = ""  # what the ranks must agree on, where it is an operation that this call is a part of
-    site: str = ""  # file:line of the user: a group issues its calls elsewhere
+    keep: Any = None  # objects to keep alive until the call has run: buffers, operator
+    recv: Any = None  # the buffer that it writes to
+    compared: str = ""  # text of the enclosing operation, which the ranks must agree on; "": the call itself
+    site: str = ""  # file:line of the user's call: a group issues its calls later
     flags: int = 0  # layout.PLAN
 
     @property
@@ -91,15 +92,16 @@ def call_text(operation: str, inputs: tuple[int, ...]) -> str:
 
 
 def after_launch(calls: Sequence[Call]) -> Callable[[], None]:
-    """What each launch of the calls ends in: autograd hears what was written to, the streams what they must keep."""
+    """Return a function to call after each launch: it bumps the version counters of the outputs and keeps the buffers
+    alive on their streams."""
     received = {id(call.recv): call.recv for call in calls if call.recv is not None}.values()
-    written = tuple(x for x in received if adapter(x) is TORCH)  # one count for all; what others receive nobody counts
+    written = tuple(x for x in received if adapter(x) is TORCH)  # only torch tensors have a version counter
     held = [call for call in calls if call.stream or type(call.stream) is Handle]
 
-    def tell() -> None:
+    def finish() -> None:
         if written:
-            TORCH.count_change(written)
+            TORCH.bump_versions(written)
         for call in held:
             hold(call.stream, call.comm.library, call.keep)
 
-    return tell
+    return finish

@@ -1,17 +1,12 @@
-"""The collectives, and send and recv. Those with a count per rank: collectives_v.py.
+"""The collectives, send and recv. For collectives with a different count per rank see collectives_v.py.
 
-Each validates on this rank what can be validated there, then issues one C call (or a group of sends and receives on
-libraries that lack the function). `send` and `recv` are buffers as in `buffers`; recv=None allocates like `send`;
-sizes are counted in elements. N is the number of ranks, and `stream=None` the current stream of the library that owns
-the buffer. Every method returns `recv`, whose contents are defined in the order of the stream.
+Each method validates its arguments on this rank, then makes one C call (or a group of sends and receives, if the
+library lacks the function). In shapes, N is the number of ranks, and sizes are in elements. The arguments and errors
+that all methods share are documented at `all_reduce`.
 
-Buffers may be dropped once the call has returned, on the current stream, on streams of pynccl and of torch. On another
-library's stream, or where only its handle is passed, keep them until it has run: docs/streams.md. A torch tensor that
-is received into has its version counted, as by an operation of torch, so that a backward pass that saved it says so.
-
-Errors, all before anything is launched: TypeError (no buffer, no NCCL data type, no stream), ValueError (size, device,
-contiguity, overlap, rank out of range, unknown operator, a buffer that requires grad, under grad mode),
-NcclInvalidUsage (a communicator that has ended).
+You can drop the buffers once the call has returned if it runs on the current stream, a torch stream or a pynccl
+stream. With another library's stream, or a bare stream handle, keep them until it has run (docs/streams.md). Receiving
+into a torch tensor bumps its version counter, so autograd detects a tensor that was saved for backward and overwritten.
 """
 
 from __future__ import annotations
@@ -37,7 +32,22 @@ def all_reduce(
     stream: Any = None,
     config: CollConfig | None = None,
 ) -> Buffer:
-    """recv on every rank: the reduction of all ranks' send.  send [n] -> recv [n]; in place if recv is send."""
+    """Reduce send over all ranks and store the result in recv on every rank.
+
+    Shapes: send [n], recv [n], equal on all ranks.
+    In place: pass the same buffer as send and recv.
+
+    send, recv  contiguous buffers on the communicator's device: torch tensors, CuPy or NumPy arrays, `Memory`, objects
+                with DLPack or `__cuda_array_interface__`, or (pointer, count, dtype). recv=None: allocated like send.
+    op          "sum", "prod", "min", "max", "avg", a `RedOp`, or an operator from `pre_mul_sum`
+    stream      where the operation runs; None: the current stream of the library that owns send
+    config      a `CollConfig` for this call (NCCL >= 2.31)
+
+    Enqueues the operation and returns recv, whose contents are valid in stream order.
+
+    Raises, before anything is launched, TypeError (not a buffer or stream, or a data type that NCCL lacks), ValueError
+    (size, device, contiguity, overlap, rank out of range, unknown operator, or a tensor that requires grad while grad
+    mode is on) or NcclInvalidUsage (the communicator was destroyed or aborted)."""
     send_ptr, recv_ptr, count, dtype, recv, stream = check_buffers(self, "all_reduce", send, recv, stream)
     args = (send_ptr, recv_ptr, count, dtype, op_code(op, self, "all_reduce", dtype))
     enqueue(self, "all_reduce", "ncclAllReduce", args, stream, send, recv, config, op)
@@ -53,7 +63,10 @@ def broadcast(
     stream: Any = None,
     config: CollConfig | None = None,
 ) -> Buffer:
-    """recv on every rank: root's send.  send [n] -> recv [n]; in place if recv is send."""
+    """Copy send of rank root to recv on every rank.
+
+    Shapes: send [n], recv [n]. Ranks other than root pass a send of the same size and data type; it is not read.
+    In place: pass the same buffer as send and recv. For stream, recv=None and errors see `all_reduce`."""
     root = check_rank("broadcast: root", root, self.size)
     send_ptr, recv_ptr, count, dtype, recv, stream = check_buffers(self, "broadcast", send, recv, stream)
     args = (send_ptr, recv_ptr, count, dtype, root)
@@ -71,7 +84,13 @@ def reduce(
     stream: Any = None,
     config: CollConfig | None = None,
 ) -> Buffer | None:
-    """recv on root: the reduction of all ranks' send; other ranks need no recv and get None.  [n] -> [n]"""
+    """Reduce send over all ranks and store the result in recv on rank root.
+
+    Shapes: send [n] on all ranks, recv [n] on root.
+    In place: on root, pass the same buffer as send and recv.
+
+    Returns recv on root and None on the other ranks, where recv is ignored. For op, stream, recv=None and errors see
+    `all_reduce`."""
     root = check_rank("reduce: root", root, self.size)
     if self.rank == root:
         send_ptr, recv_ptr, count, dtype, recv, stream = check_buffers(self, "reduce", send, recv, stream)
@@ -86,9 +105,13 @@ def reduce(
 def all_gather(
     self: Comm, send: Buffer, recv: Buffer | None = None, *, stream: Any = None, config: CollConfig | None = None
 ) -> Buffer:
-    """recv on every rank: all ranks' send, one after the other.  send [n] -> recv [N*n].
+    """Concatenate send of all ranks, in rank order, in recv on every rank.
 
-    In place: send is the part of recv that starts at element rank*n."""
+    Shapes: send [n], equal on all ranks; recv [N*n].
+    In place: send is the slice of recv that starts at element rank*n.
+
+    recv=None allocates a buffer like send whose dimension 0 is N times as large. For stream and errors see
+    `all_reduce`."""
     send_ptr, recv_ptr, count, dtype, recv, stream = check_buffers(self, "all_gather", send, recv, stream, self.size)
     args = (send_ptr, recv_ptr, count, dtype)
     enqueue(self, "all_gather", "ncclAllGather", args, stream, send, recv, config)
@@ -104,9 +127,13 @@ def reduce_scatter(
     stream: Any = None,
     config: CollConfig | None = None,
 ) -> Buffer:
-    """recv on rank r: block r of the reduction of all ranks' send.  send [N*n] -> recv [n].
+    """Reduce send over all ranks and store block r of the result in recv on rank r.
 
-    In place: recv is the part of send that starts at element rank*n."""
+    Shapes: send [N*n], equal on all ranks; recv [n].
+    In place: recv is the slice of send that starts at element rank*n.
+
+    recv=None allocates a buffer like send whose dimension 0 is 1/N as large. Raises ValueError if the size of send is
+    not divisible by N. For op, stream and other errors see `all_reduce`."""
     send_ptr, recv_ptr, count, dtype, recv, stream = check_buffers(
         self, "reduce_scatter", send, recv, stream, 1, self.size
     )
@@ -118,7 +145,13 @@ def reduce_scatter(
 def all_to_all(
     self: Comm, send: Buffer, recv: Buffer | None = None, *, stream: Any = None, config: CollConfig | None = None
 ) -> Buffer:
-    """Block j of send goes to rank j, to block `rank` of its recv.  send [N*n] -> recv [N*n]; never in place."""
+    """Send block j of send to rank j and receive block i of recv from rank i.
+
+    Shapes: send [N*n], recv [N*n], equal on all ranks.
+    In place: not supported; send and recv must not overlap.
+
+    Raises ValueError if the size of send is not divisible by N. For stream, recv=None and other errors see
+    `all_reduce`."""
     send_ptr, recv_ptr, count, dtype, recv, stream = check_buffers(
         self, "all_to_all", send, recv, stream, 1, 1, self.size
     )
@@ -144,7 +177,13 @@ def gather(
     stream: Any = None,
     config: CollConfig | None = None,
 ) -> Buffer | None:
-    """recv on root: all ranks' send, one after the other; other ranks need no recv and get None.  [n] -> [N*n]"""
+    """Concatenate send of all ranks, in rank order, in recv on rank root.
+
+    Shapes: send [n], equal on all ranks; recv [N*n] on root.
+    In place: on root, send is the slice of recv that starts at element root*n.
+
+    Returns recv on root and None on the other ranks, where recv is ignored. recv=None on root allocates a buffer like
+    send whose dimension 0 is N times as large. For stream and errors see `all_reduce`."""
     root = check_rank("gather: root", root, self.size)
     if self.rank == root:
         send_ptr, recv_ptr, count, dtype, recv, stream = check_buffers(self, "gather", send, recv, stream, self.size)
@@ -172,10 +211,14 @@ def scatter(
     stream: Any = None,
     config: CollConfig | None = None,
 ) -> Buffer:
-    """recv on rank r: block r of root's send.  send [N*n] -> recv [n].
+    """Send block r of send on rank root to recv on rank r.
 
-    Other ranks than root need no send; with recv=None they pass one of root's shape and type all the same, to say
-    what to allocate."""
+    Shapes: send [N*n] on root; recv [n] on all ranks.
+    In place: on root, recv is the slice of send that starts at element root*n.
+
+    Ranks other than root can pass send=None together with a recv. With recv=None every rank passes a send of root's
+    shape and data type, and recv is allocated like send with dimension 0 1/N as large. For stream and errors see
+    `all_reduce`."""
     root = check_rank("scatter: root", root, self.size)
     if self.rank != root and recv is not None:
         send = None  # not read
@@ -203,14 +246,20 @@ def scatter(
 
 
 def send(self: Comm, buf: Any, peer: int, *, stream: Any = None) -> None:
-    """Send buf to rank peer, which must recv as many elements of the same type. See `pynccl.group`."""
+    """Send buf to rank peer, which must call `recv` with the same number of elements and data type.
+
+    Point-to-point calls that must progress together, such as a send and a recv with the same peer, belong in one
+    `pynccl.group`. For stream and errors see `all_reduce`."""
     peer = check_rank("send: peer", peer, self.size)
     pointer, count, dtype, stream = check_buffer(self, "send", "buf", buf, stream)
     enqueue_p2p(self, "ncclSend", pointer, count, dtype, peer, stream, buf)
 
 
 def recv(self: Comm, buf: Buffer, peer: int, *, stream: Any = None) -> Buffer:
-    """Receive into buf what rank peer sends. See `pynccl.group`."""
+    """Receive into buf from rank peer, which must call `send` with the same number of elements and data type.
+
+    Returns buf. Point-to-point calls that must progress together belong in one `pynccl.group`. For stream and errors
+    see `all_reduce`."""
     peer = check_rank("recv: peer", peer, self.size)
     pointer, count, dtype, stream = check_buffer(self, "recv", "buf", buf, stream)
     check_writable("recv", buf)
@@ -218,14 +267,14 @@ def recv(self: Comm, buf: Buffer, peer: int, *, stream: Any = None) -> Buffer:
     return buf
 
 
-# Collectives of which one of the two buffers has a block per rank.
-PARTED = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
+# Collectives in which one of the two buffers holds one block per rank.
+BLOCK_COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
 
 
 def bus_factor(operation: str, ranks: int) -> float:
-    """Bus bandwidth over algorithm bandwidth: the part of the full buffer that crosses the busiest link.
+    """Return busbw / algbw: the fraction of the full buffer that crosses the busiest link.
 
     https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md"""
     if operation == "all_reduce":
         return 2 * (ranks - 1) / ranks
-    return (ranks - 1) / ranks if operation in PARTED else 1.0
+    return (ranks - 1) / ranks if operation in BLOCK_COLLECTIVES else 1.0

@@ -1,7 +1,7 @@
-"""Collectives with a number of elements per rank, as groups of sends and receives, broadcasts or reduces.
+"""Collectives with a different count per rank, as groups of sends and receives, broadcasts or reduces.
 
-Buffers, streams and errors are those of `collectives`; send and recv must not overlap. A count may be 0. Everything is
-checked before anything is launched.
+Buffers, streams and errors are as in `collectives`, but send and recv must not overlap. Counts are in elements and can
+be 0. All checks run before anything is launched.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .enqueue import enqueue, enqueue_p2p
 from .groups import group
 from .redop import Op, op_code
 
-_MOST = 1 << 60  # elements: no machine has as many bytes, and no offset in bytes reaches what C cuts off
+_MAX_COUNT = 1 << 60  # elements; byte offsets then fit in 64 bits
 
 
 def all_to_all_v(
@@ -31,8 +31,13 @@ def all_to_all_v(
     recv_counts: Sequence[int],
     stream: Any = None,
 ) -> Buffer:
-    """all_to_all with a number of elements per rank: the next send_counts[j] elements of send go to rank j, and
-    recv_counts[i] come from rank i, one after the other.  send [sum(send_counts)] -> recv [sum(recv_counts)]"""
+    """Send the next send_counts[j] elements of send to each rank j, and receive recv_counts[i] from each rank i.
+
+    Shapes: send [sum(send_counts)], recv [sum(recv_counts)], both packed in rank order. send_counts[j] on rank i must
+    equal recv_counts[i] on rank j.
+    In place: not supported; send and recv must not overlap.
+
+    Returns recv; recv=None allocates it, one-dimensional. For stream and other errors see `all_reduce`."""
     operation = "all_to_all_v"
     send_counts = _counts(self, operation, "send_counts", send_counts)
     recv_counts = _counts(self, operation, "recv_counts", recv_counts)
@@ -51,9 +56,13 @@ def all_to_all_v(
 def all_gather_v(
     self: Comm, send: Buffer, recv: Buffer | None = None, *, counts: Sequence[int], stream: Any = None
 ) -> Buffer:
-    """all_gather with a number of elements per rank: rank r gives counts[r].  [counts[rank]] -> [sum(counts)]
+    """Concatenate send of all ranks, in rank order, in recv on every rank; rank r contributes counts[r] elements.
 
-    As a group of one broadcast per rank, so counts has to be equal on all ranks."""
+    Shapes: send [counts[rank]], recv [sum(counts)].
+    In place: not supported; send and recv must not overlap.
+
+    Runs as a group of one broadcast per rank: counts must be equal on all ranks. Returns recv; recv=None allocates it,
+    one-dimensional. For stream and other errors see `all_reduce`."""
     operation = "all_gather_v"
     counts = _counts(self, operation, "counts", counts)
     send_ptr, recv_ptr, dtype, recv, stream = _check_buffers_v(
@@ -71,9 +80,13 @@ def all_gather_v(
 def reduce_scatter_v(
     self: Comm, send: Buffer, recv: Buffer | None = None, op: Op = "sum", *, counts: Sequence[int], stream: Any = None
 ) -> Buffer:
-    """reduce_scatter with a number of elements per rank: rank r gets counts[r].  [sum(counts)] -> [counts[rank]]
+    """Reduce send over all ranks and store block r of the result, counts[r] elements, in recv on rank r.
 
-    As a group of one reduce per rank, so counts has to be equal on all ranks."""
+    Shapes: send [sum(counts)], recv [counts[rank]].
+    In place: not supported; send and recv must not overlap.
+
+    Runs as a group of one reduce per rank: counts must be equal on all ranks. Returns recv; recv=None allocates it,
+    one-dimensional. For op, stream and other errors see `all_reduce`."""
     operation = "reduce_scatter_v"
     counts = _counts(self, operation, "counts", counts)
     send_ptr, recv_ptr, dtype, recv, stream = _check_buffers_v(
@@ -98,23 +111,27 @@ def scatter_v(
     counts: Sequence[int],
     stream: Any = None,
 ) -> Buffer:
-    """scatter with a number of elements per rank: rank r gets counts[r].  [sum(counts)] on root -> [counts[rank]]
+    """Send block r of send on rank root, counts[r] elements, to recv on rank r.
 
-    counts has to be equal on all ranks. Other ranks than root need no send; with recv=None they pass any buffer of
-    root's type all the same, to say what to allocate."""
+    Shapes: send [sum(counts)] on root; recv [counts[rank]] on all ranks.
+    In place: not supported; send and recv must not overlap.
+
+    counts must be equal on all ranks. Ranks other than root can pass send=None together with a recv. With recv=None
+    they pass any buffer of root's data type as send, and recv is allocated like it, one-dimensional. For stream and
+    other errors see `all_reduce`."""
     operation = "scatter_v"
     root = check_rank(f"{operation}: root", root, self.size)
     counts = _counts(self, operation, "counts", counts)
     own = counts[self.rank]
     send_ptr = 0
     if self.rank == root:
-        _check_given(self, operation, send, recv, "send")
+        _require_send(self, operation, send, "send")
         send_ptr, recv_ptr, dtype, recv, stream = _check_buffers_v(
             self, operation, send, recv, sum(counts), own, stream
         )
     else:
         if recv is None:
-            _check_given(self, operation, send, recv, "recv")
+            _require_send(self, operation, send, "recv")
             recv = adapter(send, operation, "send").empty(send, (own,))
         recv_ptr, dtype, stream = _check_buffer_v(self, operation, "recv", recv, own, stream)
         check_writable(operation, recv)
@@ -131,9 +148,13 @@ def scatter_v(
 def gather_v(
     self: Comm, send: Buffer, recv: Buffer | None = None, root: int = 0, *, counts: Sequence[int], stream: Any = None
 ) -> Buffer | None:
-    """gather with a number of elements per rank: rank r gives counts[r].  [counts[rank]] -> [sum(counts)] on root
+    """Concatenate send of all ranks, in rank order, in recv on rank root; rank r contributes counts[r] elements.
 
-    counts has to be equal on all ranks. Other ranks than root need no recv and get None."""
+    Shapes: send [counts[rank]] on all ranks; recv [sum(counts)] on root.
+    In place: not supported; send and recv must not overlap.
+
+    counts must be equal on all ranks. Returns recv on root (recv=None allocates it, one-dimensional) and None on the
+    other ranks, where recv is ignored. For stream and other errors see `all_reduce`."""
     operation = "gather_v"
     root = check_rank(f"{operation}: root", root, self.size)
     counts = _counts(self, operation, "counts", counts)
@@ -157,21 +178,21 @@ def gather_v(
 
 
 def _counts(comm: Comm, operation: str, role: str, counts: Sequence[int]) -> list[int]:
-    """`counts` as ints; ValueError unless they are one number of elements per rank."""
-    given = listed(counts, f"{operation}: {role}", f"{comm.size} numbers of elements >= 0")
-    if len(given) != comm.size:
-        raise ValueError(f"{operation}: {role} is {given}, expected {comm.size} numbers of elements >= 0")
+    """Return `counts` as ints. ValueError unless there is one valid number of elements per rank."""
+    values = listed(counts, f"{operation}: {role}", f"{comm.size} numbers of elements >= 0")
+    if len(values) != comm.size:
+        raise ValueError(f"{operation}: {role} is {values}, expected {comm.size} numbers of elements >= 0")
     expected = f"{comm.size} numbers of elements >= 0, below 2**63 bytes"
-    return integers(given, f"{operation}: {role}", expected, 0, _MOST)
+    return integers(values, f"{operation}: {role}", expected, 0, _MAX_COUNT)
 
 
 def _check_buffers_v(
     comm: Comm, operation: str, send: Any, recv: Any, sent: int, received: int, stream: Any
 ) -> tuple[int, int, int, Any, int]:
-    """(send pointer, recv pointer, data type, recv, stream handle) for so many elements, all checks made."""
+    """Check buffers of `sent` and `received` elements; return (send pointer, recv pointer, data type, recv, stream)."""
     send_ptr, count, dtype, stream = check_buffer(comm, operation, "send", send, stream)
     if count != sent:
-        raise ValueError(f"{operation}: send has {count} elements, the counts say {sent}")
+        raise ValueError(f"{operation}: send has {count} elements, expected {sent} by the counts")
     if recv is None:
         recv = adapter(send).empty(send, (received,))
     recv_ptr = check_recv(comm, operation, recv, received, dtype, sent)
@@ -184,17 +205,18 @@ def _check_buffers_v(
 
 
 def _check_buffer_v(comm: Comm, operation: str, role: str, x: Any, expected: int, stream: Any) -> tuple[int, int, int]:
-    """(pointer, data type, stream handle) of the only buffer of this rank, which has to hold so many elements."""
+    """Check the only buffer of this rank, of `expected` elements; return (pointer, data type, stream handle)."""
     pointer, count, dtype, stream = check_buffer(comm, operation, role, x, stream)
     if count != expected:
-        raise ValueError(f"{operation}: {role} has {count} elements, the counts say {expected}")
+        raise ValueError(f"{operation}: {role} has {count} elements, expected {expected} by the counts")
     return pointer, dtype, stream
 
 
-def _check_given(comm: Comm, operation: str, send: Any, recv: Any, missing: str) -> None:
+def _require_send(comm: Comm, operation: str, send: Any, missing: str) -> None:
+    """TypeError if send is None. missing: the argument that the message names"""
     if send is None:
         raise TypeError(
             f"{operation}: rank {comm.rank} passed no {missing}"
-            + (" and no send like which to allocate it" if missing == "recv" else "")
+            + (" and no send to allocate it from" if missing == "recv" else "")
             + f"; pass {missing}="
         )

@@ -1,12 +1,11 @@
-"""PYNCCL_CHECK=1: compare the calls of all ranks before launching them, on every library.
+"""PYNCCL_CHECK=1: compare the calls of all ranks before launching them, with every library.
 
-Ranks that disagree about the operation, count, data type, operator or root hang or read garbage in NCCL. With the check
-each collective, split, simulation and barrier is preceded by an all-gather of a description of the call, and a
-difference raises NcclInvalidUsage on every rank, naming two ranks that differ, their calls and the lines they were made
-from, which are lines of the user, also where modules of torch or compiled code lie in between. Sends and receives are
-not compared: no third rank knows of them.
+In NCCL, ranks that disagree about the operation, count, data type, operator or root hang or read garbage. With the
+check, an all-gather of call descriptions precedes each collective, split, simulation and barrier. A mismatch raises
+NcclInvalidUsage on every rank and names two ranks that differ, their calls, and the user's source lines (frames of
+torch and of compiled code are skipped). Sends and receives are not compared, since only two ranks take part in them.
 
-The comparison waits for the other ranks, which the capture of a CUDA graph forbids: there, such a call is refused.
+The comparison waits for the other ranks, which is impossible during CUDA graph capture: such calls raise there.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _CAPTURE_IMPLICIT = 906  # CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
 
 
 def compare(calls: Iterable[Call]) -> None:
-    """Raise NcclInvalidUsage, on all ranks alike, unless all ranks of each communicator make the same calls."""
+    """Raise NcclInvalidUsage on all ranks unless all ranks of each communicator make the same calls."""
     texts: dict[Comm, list[str]] = {}
     for call in calls:
         if call.operation not in UNNUMBERED:
@@ -41,7 +40,7 @@ def compare(calls: Iterable[Call]) -> None:
 
 
 def compare_texts(texts: dict[Comm, str], streams: Iterable[int] = ()) -> None:
-    """The same for calls in words; `streams` are those that they are for."""
+    """`compare` for calls given as text.   streams: the streams that the calls will use"""
     for comm in texts:
         comm.check_alive()
     site = call_site()
@@ -49,30 +48,29 @@ def compare_texts(texts: dict[Comm, str], streams: Iterable[int] = ()) -> None:
         compare_rows(rows, comm.rank, "every rank must make the same collective calls in the same order")
 
 
-def refuse_capture(library: Library, what: str, remedy: str, streams: Iterable[int] = ()) -> None:
-    """Raise NcclInvalidUsage, before anything is done, where the caller is capturing a CUDA graph.
-
-    That is seen on torch's current stream, on `streams`, and on streams that block the default one."""
+def check_not_capturing(library: Library, what: str, remedy: str, streams: Iterable[int] = ()) -> None:
+    """Raise NcclInvalidUsage if the caller is capturing a CUDA graph: on torch's current stream, on one of `streams`,
+    or on a stream that synchronizes with the default stream."""
     if library.is_host:
         return
     torch = sys.modules.get("torch")
-    found = torch is not None and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-    if found or any(map(captured, {0, *streams})):
+    capturing = torch is not None and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    if capturing or any(map(captured, {0, *streams})):
         raise NcclInvalidUsage(
-            f"{what} in the capture of a CUDA graph: it waits for the other ranks, which no graph can record and which "
-            f"would invalidate the capture; nothing was done. {remedy}"
+            f"{what} cannot run during CUDA graph capture: it waits for the other ranks and would invalidate the "
+            f"capture; nothing was launched. {remedy}"
         )
 
 
 def captured(stream: int) -> bool:
-    """Whether work on the stream with this handle would go into a CUDA graph, or break the capture of one."""
+    """Return whether work on this stream would go into a CUDA graph, or would break a capture."""
     if not gpu_count():
         return False
-    cuda_core()  # names the packages where they do not fit each other
+    cuda_core()  # its error names the packages if their versions are incompatible
     from cuda.bindings import driver
 
     code, status = driver.cuStreamIsCapturing(driver.CUstream(stream))[:2]
-    if int(code) == _CAPTURE_IMPLICIT:  # of the default stream, by another one
+    if int(code) == _CAPTURE_IMPLICIT:  # the default stream, during a capture on a stream that synchronizes with it
         return True
     return int(code) == 0 and int(status) != 0
 
@@ -80,7 +78,7 @@ def captured(stream: int) -> bool:
 def compare_rows(rows: Sequence[str], own: int, remedy: str, where: str = "") -> None:
     """Raise NcclInvalidUsage, which names this rank and one that differs, unless the rows of all ranks are equal.
 
-    rows   as of `exchange`: of each rank its call, "\\0", and the line that it was made from, which is not compared
+    rows   as `exchange` returns them, one per rank: the call, "\\0", and its source line, which is not compared
     own    this rank
     where  " in the backward pass", for example
     """
@@ -97,39 +95,39 @@ def compare_rows(rows: Sequence[str], own: int, remedy: str, where: str = "") ->
 
 
 def exchange(texts: dict[Comm, str], streams: Iterable[int] = ()) -> dict[Comm, list[str]]:
-    """For each communicator, the text that each of its ranks gave. Blocks the caller.
+    """Exchange a text per communicator and return the texts of all its ranks. Blocks the caller.
 
-    Raises NcclInvalidUsage where another rank does not come here, but makes a call that is not compared."""
+    Raises NcclInvalidUsage if another rank is making a call that is not compared."""
     for comm, text in texts.items():
         what = f"{text.partition(chr(0))[0]} with PYNCCL_CHECK=1"
         remedy = "Compare the calls outside the capture, and capture with communicators made without PYNCCL_CHECK"
-        refuse_capture(comm.library, what, remedy, streams)
+        check_not_capturing(comm.library, what, remedy, streams)
     try:
         return _exchange(texts)
     except NcclInvalidUsage as error:
         calls = {comm.rank: text.replace("\0", " at ") for comm, text in texts.items()}
-        own = "\n".join(f"  rank {rank}: {text}" for rank, text in calls.items())
+        lines = "\n".join(f"  rank {rank}: {text}" for rank, text in calls.items())
         raise NcclInvalidUsage(
-            f"the ranks of this communicator disagree (PYNCCL_CHECK=1), or it is not usable any more:\n{own}\n"
-            "  another rank makes no collective call now, but one that is not compared (shrink or grow, for example)\n"
-            f"  the library says of the comparison itself: {error}"
+            f"the ranks of this communicator disagree (PYNCCL_CHECK=1), or it is no longer usable:\n{lines}\n"
+            "  another rank may be making a call that is not compared, such as shrink or grow\n"
+            f"  error of the comparison itself: {error}"
         ) from error
 
 
 def _exchange(texts: dict[Comm, str]) -> dict[Comm, list[str]]:
     comms = list(texts)
-    with locked(comms):  # until the answer was read: another thread's barrier or comparison uses the same memory
+    with locked(comms):  # until the result is read: barriers and comparisons of other threads use the same memory
         for comm in comms:
             comm.check_alive()
-        return dict(zip(comms, _gathered(comms, texts), strict=True))
+        return dict(zip(comms, _all_gather_texts(comms, texts), strict=True))
 
 
-def _gathered(comms: list[Comm], texts: dict[Comm, str]) -> list[list[str]]:
-    """The texts of all ranks of each of `comms`, whose locks the caller holds."""
+def _all_gather_texts(comms: list[Comm], texts: dict[Comm, str]) -> list[list[str]]:
+    """Return the texts of all ranks of each communicator. The caller holds their locks."""
     if not comms:
         return []
-    # Held here: what an abort in another thread takes from a communicator goes once it has returned.
-    memory = [comm.scratch((comm.size + 1) * RECORD_BYTES) for comm in comms]
+    # Keep references: an abort in another thread takes the scratch memory away from the communicator.
+    memory = [comm._scratch((comm.size + 1) * RECORD_BYTES) for comm in comms]
     for comm, scratch in zip(comms, memory, strict=True):
         _write(texts[comm], scratch.address)
     with contextlib.ExitStack() as records:
@@ -160,7 +158,7 @@ def _gather(comms: list[Comm], memory: list[Scratch]) -> None:
     check_group_result(comms, end, _WHAT)
     for comm, scratch in zip(comms, memory, strict=True):
         scratch.wait()
-        comm.check_alive()  # an abort ends the wait too
+        comm.check_alive()  # an abort also ends the wait: raise then
 
 
 def _write(text: str, address: int) -> None:

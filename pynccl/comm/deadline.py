@@ -1,4 +1,4 @@
-"""Deadlines of C calls: NcclTimeout where one has not returned in time, or a nonblocking one is still in progress."""
+"""Deadlines of C calls: NcclTimeout if a call does not return, or a nonblocking call does not complete, in time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TypeVar
 from ..bindings.abi import Result
 from ..bindings.errors import NcclTimeout
 from ..bindings.library import Library
-from ..bindings.workers import Begun, Clock
+from ..bindings.workers import Clock, WorkerCall
 
 T = TypeVar("T")
 
@@ -19,23 +19,24 @@ _POLL_SECONDS = 0.001
 
 
 def call_with_deadline(timeout: float | None, call: Callable[[], T], library: Library, what: str) -> T:
-    """`call()` into `library`, or NcclTimeout after `timeout` seconds (None: never).
+    """Return `call()`, a C call into `library`; raise NcclTimeout after `timeout` seconds (None: no limit).
 
-    It runs beside the main thread, which hears Ctrl-C. Without a deadline, another thread makes it itself."""
+    The call runs in a worker thread, so that the main thread can react to Ctrl-C. Without a deadline, other threads
+    than the main thread make it directly."""
     if timeout is None and threading.current_thread() is not threading.main_thread():
         return call()
     clock = Clock(timeout)
 
-    def late() -> NcclTimeout:
+    def timeout_error() -> NcclTimeout:
         text = f"{what} did not return within {clock.waited():.0f} s (timeout={timeout:g})"
         advice = "a rank is missing or unreachable: were all ranks started, with the same world size and id?"
         return _timeout(text, library.last_error(), advice)
 
-    return Begun(call, what).result(clock.left(), late)
+    return WorkerCall(call, what).result(clock.left(), timeout_error)
 
 
 def wait_nonblocking(library: Library, handle: int | None, code: int, timeout: float | None, what: str) -> int:
-    """The final result of a call on a nonblocking communicator that returned `code`, maybe IN_PROGRESS.
+    """Return the final result of a call on a nonblocking communicator that returned `code`.
 
     Raises NcclTimeout if it is still in progress after `timeout` seconds."""
     started, state = time.monotonic(), ctypes.c_int()
@@ -44,7 +45,7 @@ def wait_nonblocking(library: Library, handle: int | None, code: int, timeout: f
         if code == Result.IN_PROGRESS:
             if timeout is not None and time.monotonic() - started > timeout:
                 text = f"{what} is still in progress after {timeout:g} s"
-                raise _timeout(text, library.last_error(handle), "abort() it")
+                raise _timeout(text, library.last_error(handle), "call abort()")
             time.sleep(_POLL_SECONDS)
     return code
 

@@ -1,4 +1,4 @@
-"""Where every operation ends: its C call is made, or recorded in the group that is open."""
+"""The last step of every operation: make its C call, or record it in the open group."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def enqueue(
     op: Any = None,
     compared: str = "",
 ) -> None:
-    """Make one C call now, or record it if a group is open around the caller.
+    """Make one C call now, or record it if the caller is inside a group.
 
-    inputs      of the C function, up to the communicator
-    send, recv  the buffers; recv is what C writes to
-    compared    what the ranks must agree on, where it is an operation that this call, in a group, is a part of"""
+    inputs      arguments of the C function before the communicator
+    send, recv  the buffers; C writes to recv
+    compared    text of the enclosing operation, which the ranks must agree on; "": the call itself"""
     struct: Any = None
     tail: tuple[Any, ...] = ()
     if config is not None:
@@ -43,14 +43,14 @@ def enqueue(
     if records or observers or comm._check:
         operator, scalar = (op.op_handle, op.scalar) if type(op) is PreMulSum else (None, None)
         keep = (send, recv, operator, scalar, struct)
-        site = user_site() if comm.recorded else ""
+        site = user_site() if comm._is_recorded else ""
         enqueue_calls([Call(comm, operation, c_function, inputs, stream, tail, keep, recv, compared, site)])
         return
     args = (*inputs, comm._c_handle, to_pointer(stream), *tail)
     site = "" if comm._track is None else user_site(3)
     issue(comm, operation, c_function, args, inputs, stream, "", site)
     if type(recv) in tensor_types:
-        TORCH.count_change((recv,))
+        TORCH.bump_versions((recv,))
     elif recv is not None:
         adapter(recv).received(recv)
     if stream or type(stream) is Handle:
@@ -69,9 +69,9 @@ def enqueue_p2p(
     config: CollConfig | None = None,
     compared: str = "",
 ) -> None:
-    """One ncclSend or ncclRecv of `buf`, or of a part of it."""
+    """Enqueue one ncclSend or ncclRecv of `buf` or of a slice of it."""
     if config is not None:
-        raise ValueError("config= needs NCCL >= 2.31; this library carries the operation by sends and receives")
+        raise ValueError("config= needs NCCL >= 2.31; this library runs the operation as sends and receives")
     send, recv = (buf, None) if function == "ncclSend" else (None, buf)
     operation = compared.partition("(")[0] or function[4:].lower()
     enqueue(comm, operation, function, (pointer, count, dtype, peer), stream, send, recv, None, None, compared)

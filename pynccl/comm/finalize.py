@@ -1,7 +1,7 @@
-"""How a communicator ends: finalize, destroy, abort; the end of the process, forks, objects that nobody closed.
+"""Shutdown of communicators: finalize, destroy, abort; process exit, forks, and garbage collection.
 
-What is still open when the process ends is closed then, with a deadline; a forked child loses its parent's
-communicators; garbage collection never calls into NCCL.
+Communicators that are open at process exit are closed then, with a deadline. In a forked child, communicators of the
+parent are unusable. Garbage collection never calls into NCCL.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from ..bindings.abi import Result
 from ..bindings.errors import NcclError, NcclTimeout
 from ..bindings.library import Library
 from ..bindings.values import listed, seconds, shown
-from ..bindings.workers import call_at_exit, leak, prepare_exit
+from ..bindings.workers import call_at_exit, keep_forever, prepare_exit
 from ..watch import exit_hooks, watchdog
 from ..watch.frames import user_site
 from ..watch.track import Track
 from .base import Comm, aborted_late, explained
 from .deadline import call_with_deadline, wait_nonblocking
 
-EXIT_SECONDS = 10.0  # for closing all communicators at the end of the process
+EXIT_SECONDS = 10.0  # to close all communicators at process exit
 ABORT_SECONDS = 30.0
-_BLOCKS_AFTER_SHRINK = (2, 31, 2)  # ncclCommDestroy of the parent of a shrink that aborts: pytorch/pytorch#194775
+_BLOCKS_AFTER_SHRINK = (2, 31, 2)  # ncclCommDestroy of the parent after shrink(abort=True): pytorch/pytorch#194775
 
 _open: weakref.WeakSet[Comm] = weakref.WeakSet()
-_leaked: list[tuple[Library, Released]] = []  # of communicators that were collected before they were closed
+_leaked: list[tuple[Library, ReleasedHandle]] = []  # garbage-collected without being closed
 
 
-class Released:
-    """The handle that a communicator has given up, and what goes with it.
+class ReleasedHandle:
+    """A handle taken away from its communicator, to be destroyed or aborted.
 
-    handle  to be destroyed or aborted
-    memory  of its own operations, which NCCL may be using until then; None where there is none
+    handle  the ncclComm_t
+    memory  scratch memory that NCCL may use until then; None: none
 
-    To free pinned memory waits for the GPU in some versions of cuda.core (0.5, 0.6: for the legacy default stream). So
-    it is kept until the C call that ends the communicator has returned, and is dropped where that has its deadline.
+    Freeing pinned memory waits for the GPU in some versions of cuda.core (0.5, 0.6: for the legacy default stream). So
+    `memory` is kept until the C call that ends the communicator has returned, and is freed under its deadline.
     """
 
     def __init__(self, handle: int, memory: Any = None, track: Track | None = None, end: str = "") -> None:
@@ -52,34 +52,35 @@ class Released:
         self._track, self._end, self._site = track, end, user_site() if by_user else ""
 
     def drop(self) -> None:
-        """Let go of the memory: the communicator has been ended."""
+        """Free the memory: NCCL has destroyed or aborted the communicator."""
         self.memory = None
         self.record()
 
     def record(self) -> None:
-        """Its end goes into the flight recorder."""
+        """Record the end of the communicator in the flight recorder."""
         if self._track is not None:
             self._track.end(self._end, self._site)
             self._track = None
 
 
 def finalize(self: Comm) -> None:
-    """Flush what is in flight; afterwards only destroy() is left to do."""
+    """Wait for the operations in flight (ncclCommFinalize). Afterwards only destroy() is valid."""
     self.check_alive()
-    with self.lock, self._recorded("finalize", weight=0):
+    with self._lock, self._recorded("finalize", weight=0):
         _flush(self, self.handle)
     self._finalized = True
 
 
 def destroy(self: Comm) -> None:
-    """Finish what is in flight and free the communicator. Twice is harmless; one that has failed is aborted.
+    """Wait for the operations in flight and free the communicator. Does nothing if it is already closed.
 
-    Every rank should call it. Raises NcclTimeout after `timeout` seconds in which a peer, or a call of another
-    thread, did not let it finish; a communicator that a peer holds up is aborted then.
+    Every rank should call it. A communicator that has failed is aborted instead. Raises NcclTimeout after
+    `Communicator.timeout` seconds: if a peer does not call destroy(), the communicator is aborted; if a call in another
+    thread holds it, it stays open.
 
-    NCCL's destroy and abort wait for every CUDA graph that captured the communicator. Let go of them before:
-    reset() a torch.cuda.CUDAGraph; torch.compile(mode="reduce-overhead") keeps its graphs in dynamo's cache, also
-    when the compiled function is gone, until torch._dynamo.reset().
+    NCCL's destroy and abort wait for every CUDA graph that captured the communicator. Release the graphs first: call
+    reset() on a torch.cuda.CUDAGraph. The graphs of torch.compile(mode="reduce-overhead") stay in dynamo's cache, even
+    after the compiled function is deleted, until torch._dynamo.reset().
     """
     if self._handle is None:
         return
@@ -88,25 +89,25 @@ def destroy(self: Comm) -> None:
         abort([self])
         self._end = "destroyed"
         return
-    for dependent in self.dependents:
+    for dependent in self._dependents:
         destroy(dependent)
     what = f"ncclCommDestroy on rank {self.rank} of {self.size}"
-    if not self.lock.acquire(timeout=-1 if self.timeout is None else self.timeout):
-        raise NcclTimeout(f"{what}: a call of another thread has not returned for {self.timeout:g} s; abort() it")
+    if not self._lock.acquire(timeout=-1 if self.timeout is None else self.timeout):
+        raise NcclTimeout(f"{what}: a call in another thread has not returned for {self.timeout:g} s; call abort()")
     try:
         released = release_handle(self, "destroyed")
     finally:
-        self.lock.release()
-    if released is None:  # another thread was faster
+        self._lock.release()
+    if released is None:  # another thread has closed it
         return
     try:
         with self._recorded("destroy", weight=0):
-            _end_it(self, released, what)
+            _flush_and_destroy(self, released, what)
     except NcclError as error:
         raise explained(error, self._track) from None
 
 
-def _end_it(comm: Comm, released: Released, what: str) -> None:
+def _flush_and_destroy(comm: Comm, released: ReleasedHandle, what: str) -> None:
     try:
         if not comm._finalized:
             _flush(comm, released.handle)
@@ -117,9 +118,10 @@ def _end_it(comm: Comm, released: Released, what: str) -> None:
 
 
 def abort_late(self: Comm, text: str) -> None:
-    """By the watchdog: abort it, so that a call that is under way raises NcclTimeout with this text.
+    """Abort it in the background, for the watchdog: a call in progress then raises NcclTimeout with this text.
 
-    Nobody waits: ncclCommAbort may wait for the kernel of another communicator, which is aborted meanwhile."""
+    The watchdog does not wait, since ncclCommAbort may wait for the kernel of another communicator, which the watchdog
+    aborts next."""
     self._late = text
     if self._track is not None:
         self._track.gave_up(NcclTimeout(text))
@@ -127,23 +129,23 @@ def abort_late(self: Comm, text: str) -> None:
     threading.Thread(target=partial(abort, [self]), name="pynccl abort", daemon=True).start()
 
 
-def release_handle(comm: Comm, end: str) -> Released | None:
-    """Give up the handle and the memory that goes after it; None if that was done already.
+def release_handle(comm: Comm, end: str) -> ReleasedHandle | None:
+    """Take the handle and scratch memory away from the communicator; None if that was already done.
 
-    Takes no lock: abort() has to free a thread that holds it."""
+    Takes no lock, because abort() must work while a blocked thread holds it."""
     handle, comm._handle = comm._handle, None
     if handle is None:
         return None
     comm._end = end
-    comm._c_handle = None  # NULL, which every library refuses
-    memory, comm._scratch = comm._scratch, None
-    return Released(handle, memory, comm._track, end)
+    comm._c_handle = None  # NULL, which every library rejects
+    memory, comm._scratch_memory = comm._scratch_memory, None
+    return ReleasedHandle(handle, memory, comm._track, end)
 
 
-def _close_at_exit(comm: Comm, failed: bool) -> Released | None:
-    """Close what the program left open; `failed` if it ends by an exception. What is to go last is returned."""
+def _close_at_exit(comm: Comm, failed: bool) -> ReleasedHandle | None:
+    """Close a communicator at exit: abort it if the process `failed` (an exception), and return its handle."""
     if not failed:
-        comm.timeout = None  # the end of the process has a deadline of its own
+        comm.timeout = None  # exit has its own deadline
         destroy(comm)
         return None
     released = release_handle(comm, "aborted at exit")
@@ -154,8 +156,8 @@ def _close_at_exit(comm: Comm, failed: bool) -> Released | None:
 
 
 def _flush(comm: Comm, handle: int) -> None:
-    """ncclCommFinalize until it is done. The thread that a deadline leaves behind does nothing afterwards, since
-    the handle may be gone by then."""
+    """Call ncclCommFinalize and wait until it is done. A worker thread that is left behind by the deadline does nothing
+    afterwards, since the handle may be gone by then."""
     what = f"ncclCommFinalize on rank {comm.rank} of {comm.size}"
     try:
         code = call_with_deadline(comm.timeout, lambda: _finalize(comm, handle), comm.library, what)
@@ -166,17 +168,17 @@ def _flush(comm: Comm, handle: int) -> None:
 
 
 def _finalize(comm: Comm, handle: int) -> int:
-    with comm.on_own_device():
+    with comm._on_own_device():
         return int(comm.library.ncclCommFinalize(handle))
 
 
-def collected(comm: Comm) -> None:
-    """Nobody holds the communicator any more. Its handle is aborted at exit, never here: the collector runs in any
-    thread at any moment, also inside another NCCL call."""
+def on_garbage_collected(comm: Comm) -> None:
+    """Warn that the communicator was never closed, and leave its handle to be aborted at exit. Aborting here is unsafe:
+    garbage collection runs in any thread at any time, also inside another NCCL call."""
     handle = getattr(comm, "_handle", None)
     if handle is None or not hasattr(comm, "_site") or sys.is_finalizing():
         return
-    _leaked.append((comm.library, Released(handle, comm._scratch)))
+    _leaked.append((comm.library, ReleasedHandle(handle, comm._scratch_memory)))
     warnings.warn(
         f"{comm!r}, made at {comm._site}, was never closed: call destroy(), or use it in a with statement",
         ResourceWarning,
@@ -187,12 +189,13 @@ def collected(comm: Comm) -> None:
 def abort(comms: Iterable[Comm], timeout: float = ABORT_SECONDS) -> None:
     """Abort several communicators of this process as one group, so that none waits for another.
 
-    Runs beside the calling thread: a CUDA graph that captured a communicator keeps NCCL busy until it is destroyed. If
-    the abort has not returned after `timeout` seconds, a RuntimeWarning says so and it goes on in the background.
+    comms    a list of communicators; those that are already closed are skipped
+    timeout  seconds to wait. ncclCommAbort blocks while a CUDA graph that captured one of them exists. It runs in a
+             worker thread; after `timeout` it continues in the background and a RuntimeWarning is issued.
     """
     limit = seconds(timeout)
-    by_library: dict[Library, list[Released]] = {}
-    for comm in [one for given in _communicators(comms) for one in (*given.dependents, given)]:
+    by_library: dict[Library, list[ReleasedHandle]] = {}
+    for comm in [each for parent in _communicators(comms) for each in (*parent._dependents, parent)]:
         released = release_handle(comm, "aborted")
         if released is not None:
             by_library.setdefault(comm.library, []).append(released)
@@ -201,48 +204,48 @@ def abort(comms: Iterable[Comm], timeout: float = ABORT_SECONDS) -> None:
 
 
 def _communicators(comms: Iterable[Comm]) -> list[Comm]:
-    """All of them, before the first one is aborted; TypeError if one is none."""
-    given = listed(comms, "abort: comms", "communicators, a list of them; pass [comm], or call comm.abort()")
-    for comm in given:
+    """Return them as a list, checked before the first one is aborted. TypeError if one is not a communicator."""
+    values = listed(comms, "abort: comms", "a list of communicators; pass [comm], or call comm.abort()")
+    for comm in values:
         if not isinstance(comm, Comm):
-            raise TypeError(f"abort: comms holds {shown(comm)}, expected a list of communicators, and nothing else")
-    return given
+            raise TypeError(f"abort: comms holds {shown(comm)}, expected a list of communicators")
+    return values
 
 
 def abort_handle(library: Library, handle: int) -> None:
-    """The same for a handle that no Communicator has."""
-    abort_released(library, [Released(handle)])
+    """`abort` for a bare handle without a Communicator."""
+    abort_released(library, [ReleasedHandle(handle)])
 
 
-def abort_released(library: Library, ended: list[Released], timeout: float | None = ABORT_SECONDS) -> None:
-    """The same for communicators of one library that have given up their handles."""
+def abort_released(library: Library, handles: list[ReleasedHandle], timeout: float | None = ABORT_SECONDS) -> None:
+    """`abort` for released handles of one library."""
     try:
-        call_with_deadline(timeout, partial(_abort_all, library, ended), library, "ncclCommAbort")
+        call_with_deadline(timeout, partial(_abort_all, library, handles), library, "ncclCommAbort")
     except NcclTimeout:
         warnings.warn(
-            f"the abort of {len(ended)} communicators has not returned after {timeout:g} s and goes on in the "
-            f"background; a live CUDA graph that captured one of them holds it: destroy the graph first{graph_hint()}",
+            f"the abort of {len(handles)} communicators has not returned after {timeout:g} s and continues in the "
+            f"background; a CUDA graph that captured one of them may block it: destroy the graph first{graph_hint()}",
             RuntimeWarning,
             stacklevel=4,
         )
 
 
-def _abort_all(library: Library, ended: list[Released]) -> None:
+def _abort_all(library: Library, handles: list[ReleasedHandle]) -> None:
     try:
-        if len(ended) == 1:
-            library.check(library.ncclCommAbort(ended[0].handle), "ncclCommAbort")
+        if len(handles) == 1:
+            library.check(library.ncclCommAbort(handles[0].handle), "ncclCommAbort")
             return
         library.check(library.ncclGroupStart(), "ncclGroupStart")
-        codes = [library.ncclCommAbort(released.handle) for released in ended]
+        codes = [library.ncclCommAbort(released.handle) for released in handles]
         end = library.ncclGroupEnd()
         library.check(max(codes) or end, "ncclCommAbort")
     finally:
-        for released in ended:
+        for released in handles:
             released.drop()
 
 
-def destroy_released(library: Library, released: Released, timeout: float | None, what: str) -> None:
-    """ncclCommDestroy; the deadline and the error are those of `what`."""
+def destroy_released(library: Library, released: ReleasedHandle, timeout: float | None, what: str) -> None:
+    """Call ncclCommDestroy with a deadline.   what: name of the call for errors"""
 
     def run() -> int:
         code = int(library.ncclCommDestroy(released.handle))
@@ -256,31 +259,32 @@ def destroy_released(library: Library, released: Released, timeout: float | None
 
 
 def graph_hint() -> str:
-    """What to do about the CUDA graphs that are alive, for the message about an end that does not come; else "".
+    """Return advice about live CUDA graphs, for messages about a destroy or abort that does not return; "" if none.
 
-    NCCL's destroy and abort wait for every graph that captured the communicator, and only the program knows which did.
+    NCCL's destroy and abort wait for every graph that captured the communicator; we cannot know which ones did.
     """
     torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():  # to look through a large heap takes up to a second
+    if torch is None or not torch.cuda.is_initialized():  # the search below takes up to a second on a large heap
         return ""
     kind = getattr(torch.cuda, "CUDAGraph", None)
-    # By type(), since isinstance() asks objects that answer for others, such as weak proxies, which run code.
+    # type(x), because isinstance() would run code of proxy objects such as weakref proxies.
     alive = sum(issubclass(type(x), kind) for x in gc.get_objects()) if isinstance(kind, type) else 0
     if not alive:
         return ""
     return (
-        f"\n  torch.cuda.CUDAGraph objects alive: {alive}. NCCL waits for those that captured the communicator: "
-        'reset() them first; those of torch.compile(mode="reduce-overhead") live until torch._dynamo.reset()'
+        f"\n  torch.cuda.CUDAGraph objects alive: {alive}. NCCL waits for those that captured the communicator: call "
+        'reset() on them first, or torch._dynamo.reset() for graphs of torch.compile(mode="reduce-overhead")'
     )
 
 
-# The end of the process, and forks
+# Process exit and forks
 
 
-def prepare_end() -> None:
-    """A communicator is about to be made: the process tells the others how it ends, also if it comes to nothing."""
+def install_exit_hooks() -> None:
+    """Install the exit hooks before the first communicator is made, so that peers learn how this process ends even if
+    the init fails."""
     if not _open:
-        # Registered here, after the library was loaded, to run before what the library itself does at exit.
+        # Registered here, after the library was loaded, to run before the library's own exit handlers.
         exit_hooks.register_removal()
         atexit.unregister(_close_everything)
         atexit.register(_close_everything)
@@ -288,14 +292,14 @@ def prepare_end() -> None:
 
 
 def register_open(comm: Comm) -> None:
-    """A communicator was made: it is closed at the end of the process, if nobody does before."""
-    prepare_end()
+    """Register a new communicator to be closed at process exit, unless it is closed before."""
+    install_exit_hooks()
     _open.add(comm)
     prepare_exit()
 
 
 def _close_everything() -> None:
-    """Destroy what is open; abort it if the process ends by an exception, since the peers may be gone."""
+    """Destroy the open communicators; abort them if the process ends with an exception: the peers may be gone."""
     watchdog.stop()
     comms, failed = list(_open), getattr(sys, "last_value", None) is not None
     count = len(comms) + len(_leaked)
@@ -305,7 +309,8 @@ def _close_everything() -> None:
 
 
 def _close(comms: list[Comm], failed: bool) -> None:
-    ended: list[Released | None] = []  # whose memory goes when no communicator is left that could keep the GPU busy
+    # Keeps the scratch memory alive until no communicator is left that could keep the GPU busy.
+    ended: list[ReleasedHandle | None] = []
     for library, released in _leaked:
         library.ncclCommAbort(released.handle)
         ended.append(released)
@@ -318,15 +323,15 @@ def _close(comms: list[Comm], failed: bool) -> None:
 
 
 def _after_fork_in_child() -> None:
-    """NCCL's threads, sockets and CUDA context did not come along."""
+    """Drop the parent's communicators: NCCL's threads, sockets and CUDA context do not survive a fork."""
     ended = [released for _, released in _leaked]
     for comm in list(_open):
-        comm.lock._at_fork_reinit()  # type: ignore[attr-defined]  # a thread that did not come along may have it
+        comm._lock._at_fork_reinit()  # type: ignore[attr-defined]  # a thread of the parent may hold it
         released = release_handle(comm, "inherited through a fork, where NCCL cannot work")
         if released is not None:
             ended.append(released)
     for released in ended:
-        leak(released.memory)
+        keep_forever(released.memory)
     _open.clear()
     _leaked.clear()
 

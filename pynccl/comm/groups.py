@@ -1,7 +1,8 @@
-"""Transactional groups: calls are recorded, and replayed between ncclGroupStart and ncclGroupEnd on a clean exit.
+"""Transactional groups: record the calls, and issue them between ncclGroupStart and ncclGroupEnd on a clean exit.
 
-Recording has two gains over opening NCCL's group at once: an exception in the block launches nothing and leaves no
-group open, and everything is validated before anything is launched. Buffers stay referenced until the launch.
+Compared with opening NCCL's group at once, recording has two advantages: an exception in the block launches nothing and
+leaves no group open, and all calls are validated before the first is launched. Buffers stay referenced until the
+launch.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from .redop import free_unused
 
 
 class Record:
-    """The calls of an open group.   outer: the group around it, None: there is none"""
+    """The calls recorded by an open group.   outer: the enclosing group or None"""
 
     __slots__ = ("calls", "open", "outer")
 
@@ -32,11 +33,11 @@ class Record:
         self.outer, self.open = outer, True
 
 
-_innermost: ContextVar[Record | None] = ContextVar("innermost group", default=None)  # of this thread, or asyncio task
-records: list[Record] = []  # all that are open. Empty means that nobody need look for theirs.
+_innermost: ContextVar[Record | None] = ContextVar("innermost group", default=None)  # per thread and asyncio task
+records: list[Record] = []  # all open groups of the process; empty: recorder() returns at once
 
 
-def _forget() -> None:  # in a forked child, to which communicators do not come along either
+def _forget() -> None:  # in a forked child, where communicators are unusable too
     records.clear()
     _innermost.set(None)
 
@@ -45,12 +46,12 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def recorder() -> Record | None:
-    """The record that a call made now goes to; None if it is to be launched."""
+    """Return the record of the innermost open group, or None outside groups."""
     return _still_open(_innermost.get()) if records else None
 
 
 def _still_open(record: Record | None) -> Record | None:
-    """It, or the nearest one around it that is open: a group may be closed before a group inside it."""
+    """Return it, or its nearest enclosing record that is open: an outer group can be closed before an inner one."""
     while record is not None and not record.open:
         record = record.outer
     return record
@@ -58,15 +59,16 @@ def _still_open(record: Record | None) -> Record | None:
 
 @contextlib.contextmanager
 def group() -> Iterator[None]:
-    """Fuse the calls in the block into one launch; needed where several sends and receives must progress together.
+    """Context manager that merges the calls in the block into one NCCL group and launches them on exit.
 
-    Calls inside validate their arguments and return their `recv` at once; the contents are defined only after the
-    block (and, on a stream, in that stream's order). An exception in the block launches nothing. A group inside a
-    group joins the outer one, unless it is left by an exception, which drops its calls alone. Groups may span
-    communicators.
+    Use it for sends and receives that must progress together, and for calls on several communicators of one process.
 
-    A group takes the calls of its thread, or of its asyncio task and of tasks that this starts in the block. So do not
-    yield inside the block in a generator: until it goes on, the calls of its consumer are in the group.
+    Each call in the block validates its arguments and returns its recv at once. The contents of recv are valid only
+    after the block, in stream order. If the block raises, nothing is launched. A nested group joins the outer one; if
+    the nested block raises, only its own calls are dropped. A group can span communicators.
+
+    A group captures the calls of its thread, or of its asyncio task and of tasks started in the block. Do not yield
+    from a generator inside the block: the calls of its consumer would join the group.
     """
     with recording() as record:
         yield
@@ -76,7 +78,7 @@ def group() -> Iterator[None]:
         return
     launch(calls)
     comms = {id(call.comm): call.comm for call in calls}
-    calls.clear()  # the last hold on operators that were destroyed meanwhile
+    calls.clear()  # releases the last references to operators that were closed in the meantime
     for comm in comms.values():
         if comm._unused_operators:
             free_unused(comm)
@@ -84,7 +86,7 @@ def group() -> Iterator[None]:
 
 @contextlib.contextmanager
 def recording() -> Iterator[Record]:
-    """Record the calls of the block, instead of launching them or adding them to a group around."""
+    """Record the calls in the block without launching them and without adding them to an enclosing group."""
     record = Record(recorder())
     _innermost.set(record)
     records.append(record)
@@ -92,14 +94,14 @@ def recording() -> Iterator[Record]:
         yield record
     finally:
         record.open = False
-        if record in records:  # not so in a forked child
+        if record in records:  # it is not in a forked child
             records.remove(record)
         if _innermost.get() is record:
             _innermost.set(record.outer)
 
 
 def enqueue_calls(calls: list[Call]) -> None:
-    """Launch the calls, or record them if a group is open around the caller."""
+    """Launch the calls, or record them if the caller is inside a group."""
     record = recorder()
     if record is not None:
         record.calls += calls
@@ -109,14 +111,14 @@ def enqueue_calls(calls: list[Call]) -> None:
         (call,) = calls
         if call.comm.checking:
             compare(calls)
-        with call.comm.lock, observed(calls):
-            said = (call.inputs, call.stream, call.compared, call.site, call.flags)
-            issue(call.comm, call.operation, call.function, call.args, *said)
+        with call.comm._lock, observed(calls):
+            details = (call.inputs, call.stream, call.compared, call.site, call.flags)
+            issue(call.comm, call.operation, call.function, call.args, *details)
         after_launch(calls)()
 
 
 def launch(calls: list[Call]) -> None:
-    """Issue `calls` as one NCCL group. Raises the first error, after the group has been closed."""
+    """Issue the calls as one NCCL group. Raises the first error, after closing the group."""
     if not calls:
         return
     comms = list({id(call.comm): call.comm for call in calls}.values())
@@ -132,12 +134,12 @@ def launch(calls: list[Call]) -> None:
 
 
 def enter(calls: Sequence[Call]) -> None:
-    """Calls that are about to be made together, for the record."""
+    """Write the calls of a group into the flight recorder before they are made."""
     groups = {track: track.new_group() for call in calls if (track := call.comm._track) is not None}
     for call in calls:
         if (track := call.comm._track) is not None:
-            given = (call.operation, call.inputs, call.stream, call.compared, groups[track], call.site)
-            track.enter(*given, flags=call.flags)
+            details = (call.operation, call.inputs, call.stream, call.compared, groups[track], call.site)
+            track.enter(*details, flags=call.flags)
 
 
 def replay(
@@ -147,10 +149,11 @@ def replay(
     end: Callable[[], int],
     enter: Callable[[], None],
 ) -> None:
-    """The calls, all of `comms`, as one group that `end` closes. The caller holds the locks.
+    """Make the calls, which belong to `comms`, as one NCCL group. The caller holds the locks.
 
-    prepared  the C function of each, and its finished arguments
-    enter     writes them into the record"""
+    prepared  C function and converted arguments of each call
+    end       C function that closes the group
+    enter     writes the calls into the flight recorder"""
     library = comms[0].library
     heads = {track: track.head for comm in comms if (track := comm._track) is not None}
     library.check(library.ncclGroupStart(), "ncclGroupStart")
@@ -161,7 +164,7 @@ def replay(
             if code and code != Result.IN_PROGRESS:
                 raise library.error(code, call.text(), call.comm._handle)
     except BaseException as error:
-        # Ctrl-C too. NCCL launches nothing of a group in which a call failed, but it must not stay open.
+        # Also on Ctrl-C. NCCL launches nothing if a call of the group failed, but the group must be closed.
         end()
         _settle(heads, error)
         raise
@@ -177,7 +180,7 @@ def replay(
 
 
 def _settle(heads: dict[Track, int], error: BaseException | str | None) -> None:
-    """The calls after these have returned, or raised."""
+    """Record that the calls after these entries returned, or failed with an error."""
     for track, head in heads.items():
         if error is not None:
             track.failed_since(head, error)

@@ -1,11 +1,11 @@
-"""How a communicator is made: init, split, shrink, grow. The methods, and their C calls, each with its deadline."""
+"""Creation of communicators: init, split, shrink, grow. The methods and their C calls, each with a deadline."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 from ..bindings.abi import CONFIG_SINCE, SPLIT_NOCOLOR, UNIQUE_ID_BYTES, Config, Result, UniqueId
 from ..bindings.errors import NcclError, NcclTimeout
@@ -16,20 +16,29 @@ from ..interop.devices import current_device, device_ordinal, on_device
 from ..watch import watchdog
 from ..watch.track import Identity, new_track
 from .argcheck import check_rank
-from .base import Comm, Origin, check_is_on, comm_name, explained
+from .base import Comm, Lineage, check_enabled, comm_name, explained
 from .consistency import compare_texts
 from .deadline import call_with_deadline, wait_nonblocking
-from .finalize import abort_handle, prepare_end
+from .finalize import abort_handle, install_exit_hooks
 
 Self = TypeVar("Self", bound=Comm)
 
-# Others of its ranks
+# Derived communicators
 
 
+@overload
+def split(self: Self, color: int, key: int = 0, config: CommConfig | None = None) -> Self: ...
+@overload
+def split(self: Self, color: None, key: int = 0, config: CommConfig | None = None) -> None: ...
+@overload
+def split(self: Self, color: int | None, key: int = 0, config: CommConfig | None = None) -> Self | None: ...
 def split(self: Self, color: int | None, key: int = 0, config: CommConfig | None = None) -> Self | None:
-    """The communicator of all ranks that pass the same color, ordered by key, then by rank here.
+    """Split the communicator: return a new one of all ranks that pass the same color.
 
-    Every rank must call it. color=None (or NCCL_SPLIT_NOCOLOR, -1): this rank is in none and gets None.
+    Collective: every rank must call it. New ranks are ordered by key, then by rank in this communicator.
+
+    color   an integer >= 0; None (or NCCL_SPLIT_NOCOLOR, -1): this rank joins none and gets None
+    config  a `CommConfig`; None: this communicator's configuration
     """
     colors = f"an integer >= 0, up to {INT_MAX}, or None for no communicator"
     number = SPLIT_NOCOLOR if color is None else integer(color, "split: color", SPLIT_NOCOLOR, INT_MAX, colors)
@@ -47,19 +56,23 @@ def split(self: Self, color: int | None, key: int = 0, config: CommConfig | None
         number,
     )
     if made is not None:
-        made.origin = Origin(made.rank, made.size, self.origin, self._splits, number)
+        made._lineage = Lineage(made.rank, made.size, self._lineage, self._splits, number)
     self._splits += 1
     return made
 
 
 def shrink(self: Self, exclude: Sequence[int], *, abort: bool = False, config: CommConfig | None = None) -> Self:
-    """The communicator of all ranks but `exclude`, which do not call it (NCCL >= 2.27).
+    """Return a new communicator of all ranks except `exclude` (NCCL >= 2.27).
 
-    abort  first stop what is in flight here: for when an excluded rank has failed. destroy() aborts the parent
-           then with NCCL >= 2.31.2, whose own destroy would block for ever.
+    Collective over the remaining ranks. The excluded ranks do not call it.
+
+    exclude  a list of other ranks, without duplicates
+    abort    first abort the operations in flight on this communicator; use it if an excluded rank has failed. With
+             NCCL >= 2.31.2, whose ncclCommDestroy blocks forever afterwards, destroy() then aborts this communicator.
+    config   a `CommConfig`; None: this communicator's configuration
     """
-    given = listed(exclude, "shrink: exclude", "the ranks to leave out, a list of them")
-    ranks = [check_rank("shrink: exclude", rank, self.size) for rank in given]
+    excluded = listed(exclude, "shrink: exclude", "a list of ranks to exclude")
+    ranks = [check_rank("shrink: exclude", rank, self.size) for rank in excluded]
     if not ranks or self.rank in ranks or len(set(ranks)) != len(ranks):
         raise ValueError(f"shrink: exclude is {ranks} on rank {self.rank}, expected other ranks, each once")
     struct = make_struct(config, self.library, "shrink")
@@ -74,14 +87,16 @@ def shrink(self: Self, exclude: Sequence[int], *, abort: bool = False, config: C
         f"exclude={ranks}",
         sorted(ranks),
     )
-    assert made is not None  # only a split leaves ranks without
+    assert made is not None  # only split() returns None
     return made
 
 
 def grow_id(self: Comm) -> UniqueId:
-    """The id for one `grow` of this communicator: give it to the new ranks, and to grow() on this rank."""
+    """Return the id for one `grow` of this communicator (NCCL >= 2.29).
+
+    Pass it to join_grown() on the new ranks, and to grow() on this rank."""
     unique_id = UniqueId()
-    with self.lock:
+    with self._lock:
         self._status("ncclCommGetUniqueId", ctypes.byref(unique_id))
     return unique_id
 
@@ -89,16 +104,19 @@ def grow_id(self: Comm) -> UniqueId:
 def grow(
     self: Self, nranks: int, unique_id: UniqueId | bytes | None = None, *, config: CommConfig | None = None
 ) -> Self:
-    """This communicator with new ranks, size..nranks-1, which call `join_grown` meanwhile (NCCL >= 2.29).
+    """Return a new communicator with `nranks` ranks: those of this one and new ranks size..nranks-1 (NCCL >= 2.29).
 
-    unique_id  what grow_id() returned, on the rank that called it; None on the other members
+    Collective: all members call it, and the new ranks call `join_grown` at the same time.
+
+    unique_id  the id from grow_id(), on the rank that called it; None on the other members
+    config     a `CommConfig`; None: this communicator's configuration
     """
-    more = f"more than the {self.size} ranks that there are, up to {INT_MAX}"
+    more = f"more than the {self.size} existing ranks, up to {INT_MAX}"
     nranks = integer(nranks, "grow: nranks", self.size + 1, INT_MAX, more)
     struct = make_struct(config, self.library, "grow")
     identity = None if unique_id is None else as_unique_id(unique_id)
     self.check_alive()
-    with self.lock, self._recorded("grow", weight=0, detail=f"nranks={nranks}"):
+    with self._lock, self._recorded("grow", weight=0, detail=f"nranks={nranks}"):
         handle = comm_grow(self.library, self.handle, nranks, identity, -1, self._own_ordinal(), struct, self.timeout)
     return type(self)(handle, self.library, self.timeout, config or self._config, self._child(config, "grow", nranks))
 
@@ -110,30 +128,30 @@ def _derive(
     config: CommConfig | None,
     operation: str,
     detail: str,
-    part: Any,
+    identity_key: Any,
 ) -> Self | None:
-    """Another communicator of some of its ranks; `part` tells it from those that others get of the same call."""
+    """Make a communicator of some of the ranks.   identity_key: distinguishes those of one call, such as the color"""
     comm.check_alive()
     weight = 1 if operation == "split" else 0
     try:
-        with comm.lock, comm._recorded(operation, weight=weight, detail=detail):
+        with comm._lock, comm._recorded(operation, weight=weight, detail=detail):
             handle = make(comm.library, call, what, comm._own_ordinal(), comm.timeout, comm.handle)
     except NcclError as error:
         raise explained(error, comm._track) from None
-    track = comm._child(config, operation, part)
+    track = comm._child(config, operation, identity_key)
     if not handle:
         return None
     return type(comm)(handle, comm.library, comm.timeout, config or comm._config, track)
 
 
-# The C calls; they return handles
+# C calls that return handles
 
 
 def make_struct(config: CommConfig | None, library: Library, operation: str = "") -> Any:
-    """ncclConfig_t of a new communicator, None where all is left to NCCL; with an `operation` that is the parent's.
+    """Return the ncclConfig_t of a new communicator; None: NCCL's defaults, or with `operation` the parent's config.
 
-    Ranks that began the kernels of two communicators in different orders could wait for each other for ever: they
-    begin in the order of the calls, where the library has a field for that."""
+    Sets launch_order_implicit if the library has it: kernels of two communicators then start in the order of the calls.
+    Otherwise ranks that start them in different orders could deadlock."""
     if not library.is_host and library.version >= CONFIG_SINCE["launchOrderImplicit"]:
         if config is None and not operation:
             config = CommConfig()
@@ -143,7 +161,9 @@ def make_struct(config: CommConfig | None, library: Library, operation: str = ""
 
 
 def get_unique_id(library: Library | None = None) -> UniqueId:
-    """A new id, to be given to all ranks of one communicator. `bytes(id)` travels; `Communicator.init` takes both."""
+    """Return a new id (ncclGetUniqueId) to pass to `Communicator.init` on all ranks of one communicator.
+
+    Send bytes(id) to the other ranks; init accepts the id and its bytes."""
     library = chosen(library)
     unique_id = UniqueId()
     library.check(library.ncclGetUniqueId(ctypes.byref(unique_id)), "ncclGetUniqueId")
@@ -159,7 +179,7 @@ def comm_init_rank(
     config: CommConfig | None,
     timeout: float | None,
 ) -> int:
-    """ncclCommInitRank and its variants: with a config, with several ids."""
+    """Call ncclCommInitRank, or its variant for a config or for several ids."""
     struct = make_struct(config, library)
 
     def call(handle: Any) -> int:
@@ -174,32 +194,35 @@ def comm_init_rank(
 
 
 @contextlib.contextmanager
-def beginning(uid: str, rank: int, nranks: int, library: Library, config: CommConfig | None, how: str) -> Iterator[Any]:
-    """The track of a communicator whose ranks are about to meet, in which its init is the first call."""
+def recorded_init(
+    uid: str, rank: int, nranks: int, library: Library, config: CommConfig | None, operation: str
+) -> Iterator[Any]:
+    """Record the init in the block as the first call of a new track, and yield the track (None: no flight recorder)."""
     track = new_track(Identity(uid, comm_name(config, "world"), ""), rank, nranks)
     if track is None:
         yield None
         return
     watchdog.prepare()
-    prepare_end()
-    entry = track.enter(how, weight=1)
+    install_exit_hooks()
+    entry = track.enter(operation, weight=1)
     try:
         yield track
     except BaseException as error:
         track.failed(entry, error)
-        told = explained(error, track) if isinstance(error, NcclError) else error
+        diagnosed = explained(error, track) if isinstance(error, NcclError) else error
         track.end("never made")
-        raise told from None
+        raise diagnosed from None
     track.leave(entry)
     track.unnumbered(entry)  # its first collective is number 1
 
 
 def make(
-    library: Library, call: Callable[[Any], int], what: str, ordinal: int | None, timeout: float | None, on: int = 0
+    library: Library, call: Callable[[Any], int], what: str, ordinal: int | None, timeout: float | None, parent: int = 0
 ) -> int:
-    """The handle that `call(pointer to ncclComm_t)` fills in: 0 if it leaves NULL.
+    """Return the handle that `call(pointer to ncclComm_t)` fills in; 0 if it stays NULL.
 
-    ordinal  CUDA device that is current during the call, in its thread; `on` is the parent communicator.
+    ordinal  CUDA device to make current during the call, in its thread
+    parent   handle of the parent communicator; 0: none
     """
     handle = ctypes.c_void_p()
 
@@ -209,17 +232,17 @@ def make(
 
     code = call_with_deadline(timeout, run, library, what)
     if code == Result.IN_PROGRESS:
-        code = _wait_for_new(library, handle, on, timeout, what)
-    library.check(code, what, on or None)
+        code = _wait_for_new(library, handle, parent, timeout, what)
+    library.check(code, what, parent or None)
     return handle.value or 0
 
 
-def _wait_for_new(library: Library, handle: Any, on: int, timeout: float | None, what: str) -> int:
-    """Wait for a nonblocking init. Unlike a blocking one it can be given up, and what has failed has to be."""
+def _wait_for_new(library: Library, handle: Any, parent: int, timeout: float | None, what: str) -> int:
+    """Wait for a nonblocking init. On timeout or failure abort the new handle; a blocking init does not allow that."""
     code: int = Result.IN_PROGRESS
     try:
-        if on:  # the child's handle is filled in when the parent is out of progress, and may stay null
-            code = wait_nonblocking(library, on, code, timeout, what)
+        if parent:  # the child's handle is set once the parent is no longer in progress, and can stay NULL
+            code = wait_nonblocking(library, parent, code, timeout, what)
         if handle.value and code in (Result.SUCCESS, Result.IN_PROGRESS):
             code = wait_nonblocking(library, handle.value, Result.IN_PROGRESS, timeout, what)
     except NcclTimeout:
@@ -234,9 +257,9 @@ def _wait_for_new(library: Library, handle: Any, on: int, timeout: float | None,
 def comm_split_all(
     library: Library, comms: Sequence[Comm], configs: Sequence[CommConfig], timeout: float | None
 ) -> list[int]:
-    """For each communicator the handle of a new one of the same ranks, made with its config.
+    """Return, for each communicator, the handle of a new one of the same ranks, made with its config.
 
-    One group, since they may be several ranks of this process, each of which waits for the others."""
+    The splits run as one group, since several of the ranks can be in this process and each waits for the others."""
     handles = [ctypes.c_void_p() for _ in comms]
     structs = [make_struct(config, library) for config in configs]
     what = f"ncclCommSplit of {len(comms)} communicators"
@@ -266,7 +289,7 @@ def comm_split_all(
 
 
 def comm_init_all(library: Library, ordinals: list[int]) -> list[int]:
-    """ncclCommInitAll: one communicator per device, all in this process."""
+    """Call ncclCommInitAll: one communicator per device, all in this process."""
     n = len(ordinals)
     handles = (ctypes.c_void_p * n)()
     with on_device(None if library.is_host else ordinals[0]):
@@ -285,7 +308,7 @@ def comm_grow(
     config: Config | None,
     timeout: float | None,
 ) -> int:
-    """ncclCommGrow, called by members (comm given, rank -1; the id on one of them) and by new ranks (comm 0)."""
+    """Call ncclCommGrow as a member (comm, rank=-1; one member passes the id) or as a new rank (comm=0)."""
     pointer = ctypes.byref(unique_id) if unique_id is not None else None
 
     def call(handle: Any) -> int:
@@ -295,7 +318,7 @@ def comm_grow(
 
 
 def as_unique_id(unique_id: Any) -> UniqueId:
-    """`UniqueId` of what get_unique_id() returned or of its bytes."""
+    """Convert an id from get_unique_id(), or its bytes, to `UniqueId`."""
     if isinstance(unique_id, UniqueId):
         return unique_id
     if isinstance(unique_id, (bytes, bytearray)) and len(unique_id) == UNIQUE_ID_BYTES:
@@ -303,21 +326,21 @@ def as_unique_id(unique_id: Any) -> UniqueId:
     raise ValueError(
         f"unique_id is {type(unique_id).__name__}"
         + (f" of {len(unique_id)} bytes" if isinstance(unique_id, (bytes, bytearray)) else "")
-        + f", expected what get_unique_id() returned, or its {UNIQUE_ID_BYTES} bytes"
+        + f", expected an id from get_unique_id(), or its {UNIQUE_ID_BYTES} bytes"
     )
 
 
 def check_rank_of(rank: Any, nranks: Any) -> tuple[int, int]:
-    """Both as ints; ValueError unless 0 <= rank < nranks."""
+    """Return both as ints. ValueError unless 0 <= rank < nranks."""
     nranks = integer(nranks, "nranks", 1, INT_MAX, f"a number of ranks >= 1, up to {INT_MAX}")
     return check_rank("rank", rank, nranks, f"0..{nranks - 1} for {nranks} ranks"), nranks
 
 
 def choose_device(library: Library, device: Any) -> int | None:
-    """CUDA ordinal for a new communicator; None with the host library, which has nothing to choose.
+    """Return the CUDA ordinal for a new communicator; None with the host library.
 
-    The caller's current device stays what it is, as with ncclCommInitAll and with torch's process groups."""
-    check_is_on()  # an error about a variable should come before there is a communicator
+    The caller's current device does not change, as with ncclCommInitAll and torch's process groups."""
+    check_enabled()  # raise for a bad PYNCCL_CHECK before a communicator exists
     if library.is_host:
         if device is not None and not isinstance(device, int) and not str(device).startswith("cpu"):
             raise ValueError(
@@ -328,5 +351,5 @@ def choose_device(library: Library, device: Any) -> int | None:
     if device is not None and str(device).startswith("cpu"):
         raise ValueError(f"device is {device!r}, but {library.path} works on GPUs; set PYNCCL_LIBRARY=host for the CPU")
     ordinal = current_device() if device is None else device_ordinal(device)
-    with on_device(ordinal):  # an error about the device should not wait for the thread of the init
+    with on_device(ordinal):  # raise for a bad device here, not later in the worker thread
         return ordinal

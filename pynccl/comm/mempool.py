@@ -1,9 +1,9 @@
 """torch.cuda.MemPool on memory of ncclMemAlloc.
 
-torch calls an allocator while it holds its own mutex, and a thread that frees a CUDA tensor asks for that mutex, mostly
-with the GIL held. So an allocator must not need the GIL: both functions are C. ncclMemFree is passed to torch as it is:
-the pointer comes first, and it ignores the rest. ncclMemAlloc returns the memory through a pointer, which needs a
-function of three lines around it; the C compiler of the machine makes it.
+torch calls an allocator while it holds its allocator mutex. A thread that frees a CUDA tensor locks that mutex, usually
+with the GIL held. So an allocator that took the GIL could deadlock: both functions must be C. ncclMemFree is passed to
+torch directly: the pointer is its first argument, and it ignores the others. ncclMemAlloc returns the memory through a
+pointer, so it needs a C wrapper of three lines, compiled with the system's C compiler.
 """
 
 from __future__ import annotations
@@ -27,19 +27,23 @@ void *allocate(size_t size, int device, void *stream) {
   return mem_alloc(&memory, size) ? NULL : memory;
 }
 """
-_SECONDS = 60.0  # that the compiler may take
-_kept: list[Any] = []  # allocators live as long as the process: torch may free late
+_COMPILE_SECONDS = 60.0
+_kept: list[Any] = []  # allocators must outlive their pools, since torch can free memory late
 _compiled: dict[int, ctypes.CDLL] = {}  # by the address of ncclMemAlloc
 
 
 def mem_pool(library: Library | None = None) -> Any:
-    """A torch.cuda.MemPool whose memory is ncclMemAlloc's: `with torch.cuda.use_mem_pool(pool): x = torch.empty(...)`.
+    """Return a torch.cuda.MemPool that allocates with ncclMemAlloc (NCCL >= 2.19).
 
-    The first pool of a process compiles a small C function: it needs a C compiler (CC, cc or gcc), as torch.compile
-    does. Where NCCL has no memory, torch raises its OutOfMemoryError; NCCL_DEBUG=WARN says why.
+        pool = pynccl.mem_pool()
+        with torch.cuda.use_mem_pool(pool):
+            x = torch.empty(...)
 
-    Raises NcclInvalidUsage with the host library, whose tensors are ordinary CPU tensors, NcclVersionError before 2.19,
-    and RuntimeError without a compiler: `pynccl.mem_alloc` needs none.
+    The first pool of a process compiles a small C function, which needs a C compiler (CC, cc or gcc). If NCCL cannot
+    allocate, torch raises OutOfMemoryError; NCCL_DEBUG=WARN shows the reason.
+
+    Raises NcclInvalidUsage with the host library, which uses ordinary CPU tensors, NcclVersionError before NCCL 2.19,
+    and RuntimeError without a C compiler (`pynccl.mem_alloc` needs none).
     """
     import torch
 
@@ -55,16 +59,16 @@ def mem_pool(library: Library | None = None) -> Any:
 
 
 def allocator_functions(library: Library) -> tuple[int, int]:
-    """Addresses of (alloc, free), C functions with the signatures of torch's pluggable CUDA allocator.
+    """Return the addresses of (alloc, free), C functions with the signatures of torch's pluggable CUDA allocator.
 
-    alloc returns NULL when NCCL has no memory, which torch reports as out of memory. It leaves the device alone: torch
-    makes it the current one, on which ncclMemAlloc allocates."""
-    give, take = (_address(function) for function in (library.ncclMemAlloc, library.ncclMemFree))
-    if give not in _compiled:
-        made = _compile()
-        ctypes.c_void_p.in_dll(made, "mem_alloc").value = give
-        _compiled[give] = made
-    return _address(_compiled[give].allocate), take
+    alloc returns NULL if NCCL cannot allocate; torch then reports out of memory. alloc ignores its device argument:
+    torch makes that device current, and ncclMemAlloc allocates on the current device."""
+    alloc, free = (_address(function) for function in (library.ncclMemAlloc, library.ncclMemFree))
+    if alloc not in _compiled:
+        wrapper = _compile()
+        ctypes.c_void_p.in_dll(wrapper, "mem_alloc").value = alloc
+        _compiled[alloc] = wrapper
+    return _address(_compiled[alloc].allocate), free
 
 
 def _address(function: Any) -> int:
@@ -77,11 +81,11 @@ def _compile() -> ctypes.CDLL:
         path = os.path.join(folder, "allocate.so")
         command = [*compiler, "-shared", "-fPIC", "-O1", "-x", "c", "-", "-o", path]
         try:
-            subprocess.run(command, input=_SOURCE, check=True, capture_output=True, text=True, timeout=_SECONDS)
+            subprocess.run(command, input=_SOURCE, check=True, capture_output=True, text=True, timeout=_COMPILE_SECONDS)
             return ctypes.CDLL(path)
         except (OSError, subprocess.SubprocessError) as error:
-            said = (getattr(error, "stderr", "") or str(error)).strip().splitlines()
+            output = (getattr(error, "stderr", "") or str(error)).strip().splitlines()
             raise RuntimeError(
-                f"mem_pool: its allocator could not be compiled: {said[-1] if said else error}\n  install a C compiler "
-                "(apt install gcc) or name one with CC=; pynccl.mem_alloc and its DLPack tensors need none"
+                f"mem_pool: its allocator could not be compiled: {output[-1] if output else error}\n  install a C "
+                "compiler (apt install gcc) or name one with CC=; pynccl.mem_alloc works without one"
             ) from None

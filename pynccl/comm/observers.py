@@ -1,5 +1,6 @@
-"""Who is told of what this process does: of each call of all communicators, and of overlapped layers. A trace is, and a
-report. Without observers it costs one look at an empty list.
+"""Observers: callbacks for each call of all communicators and for overlapped layers. Traces and reports use them.
+
+Without observers the cost is one check of an empty list.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ OnEnd = Callable[[BaseException | None], None]
 
 
 class Observed(Protocol):
-    """A `call.Call`, or `ControlCall`."""
+    """A `call.Call` or a `ControlCall`."""
 
     @property
     def comm(self) -> Any: ...
@@ -31,7 +32,7 @@ class Observed(Protocol):
 
 
 class ControlCall(NamedTuple):
-    """A call that is not made often: barrier, split, destroy, ...   weight: how many collective calls it counts as"""
+    """A control call: barrier, split, destroy, ...   weight: number of collective calls it counts as"""
 
     comm: Any
     operation: str
@@ -43,40 +44,41 @@ class ControlCall(NamedTuple):
 
 
 class Observer:
-    """Overrides what it wants to hear of, by whichever thread does it. What it raises is raised into the program, so it
-    does not: nor does what it returns.
+    """Base class: override the callbacks you need. They run in the thread that does the work. They and the functions
+    they return must not raise, since the exception would reach the program.
 
-    timing  whether `ran` wants `begin` and `end`"""
+    timing  whether `ran` needs `begin` and `end`"""
 
     timing = False
 
     def launching(self, calls: Sequence[Observed]) -> OnEnd | None:
-        """Calls are about to be made together, by this thread, under the locks of their communicators, so in their
-        order. What is returned is told once the C calls have returned, with the error, if there was one: then work on a
-        stream may still be under way."""
+        """Called before calls are made together, in this thread, in order, under the locks of their communicators.
+
+        Returns a function to call with the error or None when the C calls have returned. Work on a stream may still be
+        running then."""
         return None
 
     def waiting(self) -> OnEnd | None:
-        """The caller's stream is about to wait for communication beside it; on the CPU the caller, until what is
-        returned is told."""
+        """Called before the caller's stream waits for overlapped communication. On the CPU the caller itself waits,
+        until the returned function is called."""
         return None
 
-    # Of overlapped layers: see Lane, Point and Lanes of pynccl_autograd.overlap.lanes.
+    # For overlapped layers: see Lane, Point and Lanes of pynccl_autograd.overlap.lanes.
 
     def ran(self, lane: Any, name: str, reads: Sequence[Any], writes: Sequence[Any], begin: Any, end: Any) -> None:
-        """Work was issued: tensors that it reads and writes, marks of the lane around it."""
+        """Called after work was issued on a lane.   reads, writes: its tensors   begin, end: marks of the lane"""
 
     def recorded(self, lane: Any, point: Any) -> None:
-        """A point of a lane."""
+        """Called when a point of a lane was recorded."""
 
     def waited(self, lane: Any, point: Any) -> None:
-        """The lane waits for the point."""
+        """Called when the lane waits for the point."""
 
     def closed(self, lanes: Any) -> None:
-        """The caller has waited for all that ran on the lanes."""
+        """Called when the caller has waited for all work on the lanes."""
 
     def decided(self, owner: Any, decision: Any) -> None:
-        """How a pass of a layer is to overlap: asked for before it, and for a backward pass once more in it."""
+        """Called with the overlap decision of a layer's pass, before the pass and again during a backward pass."""
 
 
 observers: list[Observer] = []
@@ -85,31 +87,31 @@ os.register_at_fork(after_in_child=observers.clear)
 
 @contextlib.contextmanager
 def observing(observer: Observer) -> Iterator[None]:
-    """The observer is told of all that this process does in the block, in all threads; see Observer.
+    """Call the observer for everything that this process does in the block, in all threads.
 
-    What is replayed by a CUDA graph is no call. A forked child has no observers."""
+    The replay of a CUDA graph is not observed. A forked child has no observers."""
     observers.append(observer)
     try:
         yield
     finally:
-        if observer in observers:  # not so in a forked child
+        if observer in observers:  # it is not in a forked child
             observers.remove(observer)
 
 
 def observed(calls: Sequence[Observed]) -> AbstractContextManager[None]:
-    """The calls are made within."""
+    """Return a context manager that notifies the observers of the calls made in the block."""
     return _around(lambda observer: observer.launching(calls)) if observers else contextlib.nullcontext()
 
 
 def waiting() -> AbstractContextManager[None]:
-    """The caller waits within for communication beside it."""
+    """Return a context manager for a block in which the caller waits for overlapped communication."""
     return _around(lambda observer: observer.waiting()) if observers else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
 def _around(begin: Callable[[Observer], OnEnd | None]) -> Iterator[None]:
-    """What each observer returns at the begin is called at the end, with the error that was raised."""
-    ended = [end for observer in tuple(observers) if (end := begin(observer)) is not None]
+    """Call `begin(observer)` for each observer, and the functions it returned at the end with the error or None."""
+    on_end = [end for observer in tuple(observers) if (end := begin(observer)) is not None]
     error: BaseException | None = None
     try:
         yield
@@ -117,5 +119,5 @@ def _around(begin: Callable[[Observer], OnEnd | None]) -> Iterator[None]:
         error = raised
         raise
     finally:
-        for end in ended:
+        for end in on_end:
             end(error)

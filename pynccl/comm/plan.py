@@ -1,12 +1,12 @@
 """Prepared collectives: validate once, launch many times.
 
-    plan = comm.plan.all_reduce(send, recv)      # all the checks, buffers held
+    plan = comm.plan.all_reduce(send, recv)      # all checks; keeps a reference to the buffers
     plan()                                       # one C call
     step = comm.plan.group([plan_a, plan_b])     # one NCCL group
-    plan(stream)                                 # the same on another stream
+    plan(stream)                                 # on another stream
 
-What makes a plan fast: its arguments are converted to C once (`from_param`), so a launch does no conversion at all, and
-they lie in a tuple, which ctypes takes as it is.
+Plans are fast because their arguments are converted to C once (`from_param`) and stored in the tuple that ctypes
+passes, so a launch converts nothing.
 """
 
 from __future__ import annotations
@@ -29,42 +29,46 @@ from .groups import enqueue_calls, recording, records, replay
 from .observers import observers
 from .redop import free_unused
 
-Prepared = tuple[Callable[..., int], tuple[Any, ...]]  # C function without argtypes, its arguments as finished C values
+Prepared = tuple[Callable[..., int], tuple[Any, ...]]  # C function without argtypes, its arguments as C values
 
 
 class Plan(Protocol):
-    """A prepared call, or group of calls. Holds its buffers: they must keep their memory for as long as it is used.
+    """A prepared operation or group of operations, made by `comm.plan`.
 
-    plan()        launch on the stream that was given or current when the plan was made
-    plan(stream)  launch on another one
-    Inside a `pynccl.group` it is recorded like any other call. NcclInvalidUsage once the communicator has ended.
+    plan()        launch it on the stream that was passed, or was current, when the plan was made
+    plan(stream)  launch it on another stream
+    plan.recv     the buffer that each launch fills; None for a group
+
+    A launch skips all checks of the buffers. The plan keeps a reference to them; do not resize or free their memory
+    while you use the plan. Inside a `pynccl.group` the plan is recorded like any other call. Raises NcclInvalidUsage
+    once the communicator was destroyed or aborted.
     """
 
     calls: tuple[Call, ...]
-    prepared: tuple[Prepared, ...]  # the same calls
-    recv: Any  # what the call returns: the buffer that each launch fills; None for a group
+    prepared: tuple[Prepared, ...]  # the same calls, converted to C
+    recv: Any
 
     def __call__(self, stream: Any = None) -> None: ...
 
 
 def _plan_one(call: Call) -> Plan:
-    comm, checks, tell, (function, args) = call.comm, call.comm.checking, after_launch([call]), _prepare(call)
+    comm, checks, finish_launch, (function, args) = call.comm, call.comm.checking, after_launch([call]), _to_c(call)
 
     def plan(stream: Any = None) -> None:
-        site = user_site() if comm.recorded else ""
+        site = user_site() if comm._is_recorded else ""
         if stream is not None or records or observers or checks:
-            enqueue_calls(_again([call], stream, site))
+            enqueue_calls(_copies([call], stream, site))
             return
         issue(comm, call.operation, function, args, call.inputs, call.stream, call.compared, site, layout.PLAN)
-        tell()
+        finish_launch()
 
-    return _finish(plan, (call,), ((function, args),))
+    return _with_attributes(plan, (call,), ((function, args),))
 
 
 def _plan_group(calls: tuple[Call, ...], prepared: tuple[Prepared, ...]) -> Plan:
     comms = list({id(call.comm): call.comm for call in calls}.values())
     checks, end = any(comm.checking for comm in comms), comms[0].library.ncclGroupEnd
-    tell = after_launch(calls)
+    finish_launch = after_launch(calls)
     rows = [_row(track, [call for call in calls if call.comm is comm]) for comm in comms if (track := comm._track)]
 
     def enter(site: str) -> None:
@@ -74,25 +78,25 @@ def _plan_group(calls: tuple[Call, ...], prepared: tuple[Prepared, ...]) -> Plan
     def plan(stream: Any = None) -> None:
         site = user_site() if rows or observers else ""
         if stream is not None or records or observers or checks:
-            enqueue_calls(_again(calls, stream, site))
+            enqueue_calls(_copies(calls, stream, site))
             return
         with locked(comms):
             for comm in comms:
                 comm.check_alive()
             replay(calls, comms, prepared, end, partial(enter, site))
-        tell()
+        finish_launch()
 
-    return _finish(plan, calls, prepared)
+    return _with_attributes(plan, calls, prepared)
 
 
 def _row(track: Track, calls: Sequence[Call]) -> tuple[Track, int, str, int]:
-    """What a launch of these calls, all those of one communicator in a group, is in its record."""
+    """Return the flight recorder entry of a group launch: (track, stream, text, weight) of one communicator's calls."""
     weight = sum(call.operation not in layout.UNNUMBERED for call in calls)
-    return track, calls[0].stream, f"{len(calls)} calls: {_names(calls)}", weight
+    return track, calls[0].stream, f"{len(calls)} calls: {_call_list(calls)}", weight
 
 
-def _again(calls: Iterable[Call], stream: Any, site: str) -> list[Call]:
-    """The calls, launched from this line, on this stream if there is one."""
+def _copies(calls: Iterable[Call], stream: Any, site: str) -> list[Call]:
+    """Return copies of the calls with this source line and, unless it is None, this stream."""
     calls = [call._replace(site=site, flags=layout.PLAN) for call in calls]
     if stream is None:
         return calls
@@ -100,16 +104,16 @@ def _again(calls: Iterable[Call], stream: Any, site: str) -> list[Call]:
     return [call._replace(stream=handle) for call in calls]
 
 
-def _finish(plan: Any, calls: tuple[Call, ...], prepared: tuple[Prepared, ...]) -> Plan:
+def _with_attributes(plan: Any, calls: tuple[Call, ...], prepared: tuple[Prepared, ...]) -> Plan:
     plan.calls, plan.prepared, plan.recv = calls, prepared, None
     plan.__qualname__ = (
-        f"plan of {_names(calls)}" if len(calls) == 1 else f"group plan of {len(calls)}: {_names(calls)}"
+        f"plan of {_call_list(calls)}" if len(calls) == 1 else f"group plan of {len(calls)}: {_call_list(calls)}"
     )
-    finished: Plan = plan
-    return finished
+    typed: Plan = plan
+    return typed
 
 
-def _names(calls: Sequence[Call]) -> str:
+def _call_list(calls: Sequence[Call]) -> str:
     return ", ".join(call.text() for call in calls[:4]) + (", ..." if len(calls) > 4 else "")
 
 
@@ -117,12 +121,13 @@ P = ParamSpec("P")
 
 
 def _preparing(method: Callable[Concatenate[Any, P], Any]) -> Callable[Concatenate[Planner, P], Plan]:
-    """For type checkers: a method with the arguments of that one, which returns a plan."""
+    """For type checkers: a method with the same arguments that returns a plan."""
     raise NotImplementedError
 
 
 class Planner(Shared):
-    """`comm.plan`: each operation of the communicator under its own name, returning a Plan instead of launching."""
+    """`comm.plan`: the operations of the communicator, with the same arguments; each returns a `Plan` and launches
+    nothing."""
 
     if TYPE_CHECKING:
         all_reduce = _preparing(collectives.all_reduce)
@@ -148,19 +153,21 @@ class Planner(Shared):
         self._comm = comm
 
     def __getattr__(self, operation: str) -> Callable[..., Plan]:
-        # By name, since to record a call means to make it: a destroy() would be the end of the communicator.
+        # Only these names: to record a method means to run it, and comm.plan.destroy() would destroy the communicator.
         if operation not in _OPERATIONS:
-            raise AttributeError(f"{operation!r} is no operation of a communicator that can be prepared")
+            raise AttributeError(f"{operation!r} is not an operation that can be planned; use all_reduce, send, ...")
         return partial(_record, getattr(self._comm, operation))
 
     def group(self, plans: Iterable[Plan]) -> Plan:
-        """The given plans as one NCCL group; they may belong to several communicators."""
-        plans = tuple(listed(plans, "plan.group: plans", "a list of what comm.plan.all_reduce(...) returns"))
+        """Combine plans into one plan that launches them as one NCCL group. They can be of several communicators.
+
+        Raises TypeError if an element is not a plan, ValueError if the list is empty."""
+        plans = tuple(listed(plans, "plan.group: plans", "a list of plans, as comm.plan.all_reduce(...) returns"))
         for plan in plans:
             if attribute(plan, "prepared") is None:
-                raise TypeError(f"plan.group: {shown(plan)} is no plan; pass what comm.plan.all_reduce(...) returns")
+                raise TypeError(f"plan.group: {shown(plan)} is not a plan; pass plans, as of comm.plan.all_reduce(...)")
         if not plans:
-            raise ValueError("plan.group: no plans were passed; expected at least one")
+            raise ValueError("plan.group: plans is empty, expected at least one")
         calls = tuple(call for plan in plans for call in plan.calls)
         return _plan_group(calls, tuple(prepared for plan in plans for prepared in plan.prepared))
 
@@ -174,21 +181,22 @@ _OPERATIONS = {
 
 
 def _record(method: Callable[..., Any], *args: Any, **options: Any) -> Plan:
-    """Run the method in a group that is not launched, and keep the calls that it recorded."""
+    """Run the method in a group that is never launched, and make a plan of the calls that it recorded."""
     with recording() as record:
         recv = method(*args, **options)
     calls = record.calls
     for comm in {id(call.comm): call.comm for call in calls}.values():
-        free_unused(comm)  # of plans that have gone
+        free_unused(comm)  # operators of deleted plans
     if len(calls) == 1:
         plan = _plan_one(calls[0])
-    else:  # where a library lacks the function
-        plan = _plan_group(tuple(calls), tuple(map(_prepare, calls)))
+    else:  # a library that lacks the function: a group of sends and receives
+        plan = _plan_group(tuple(calls), tuple(map(_to_c, calls)))
     plan.recv = recv
     return plan
 
 
-def _prepare(call: Call) -> Prepared:
+def _to_c(call: Call) -> Prepared:
+    """Convert the arguments of a call to C values."""
     function: Any = call.function
     types, args = function.argtypes, call.args
     values = [ctype.from_param(value) for ctype, value in zip(types, args, strict=False)]

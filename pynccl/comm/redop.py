@@ -1,4 +1,4 @@
-"""Reduction operators: the five of NCCL, and sums of pre-multiplied contributions."""
+"""Reduction operators: NCCL's five built-in ones, and PreMulSum."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _OPS: dict[Any, int] = {
 
 
 def op_code(op: Any, comm: Comm, operation: str, dtype: int) -> int:
-    """ncclRedOp_t of "sum", RedOp.SUM or a `PreMulSum` of this communicator and data type; ValueError for others."""
+    """Return the ncclRedOp_t of "sum", RedOp.SUM, or a `PreMulSum` for this communicator and dtype; else ValueError."""
     if type(op) is str and (code := _OPS.get(op)) is not None:
         return code
     if type(op) is PreMulSum:
         return op.code_for(comm, operation, dtype)
-    if type(op) in (RedOp, int) and (code := _OPS.get(op)) is not None:  # nothing else that is equal to one
+    if type(op) in (RedOp, int) and (code := _OPS.get(op)) is not None:  # by type: True == 1 must not pass
         return code
     raise ValueError(
         f"{operation}: unknown operator {shown(op)}; pass one of {', '.join(repr(o.name.lower()) for o in RedOp)}, "
@@ -33,33 +33,35 @@ def op_code(op: Any, comm: Comm, operation: str, dtype: int) -> int:
 
 
 class OpHandle:
-    """An operator as the library has it. Whoever may still issue a call with it holds one of these.
+    """An ncclRedOp_t of the library. Everything that may still issue a call with the operator references its OpHandle.
 
-    It goes when nobody does: the communicator then frees it in C at its next operator, group or plan, since garbage
-    collection, which may be what lets go of it, never calls into NCCL."""
+    When the last reference is gone, the communicator frees the operator at its next operator, group or plan, not
+    here: __del__ can run during garbage collection, which must never call into NCCL."""
 
     def __init__(self, comm: Comm, code: int, scalar: Any) -> None:
         self.comm, self.code = comm, code
-        self.scalar = scalar  # memory that is read when the operation runs
+        self.scalar = scalar  # buffer that is read when the operation runs
 
     def __del__(self) -> None:
         self.comm._unused_operators.append(self.code)
 
 
 def free_unused(comm: Comm) -> None:
-    """Free in C the operators of this communicator that nobody holds any more."""
+    """Free the operators of this communicator that nothing references any more."""
     unused = comm._unused_operators
     while unused and comm.alive:
         code, library = unused.pop(), comm.library
-        with comm.lock:
+        with comm._lock:
             result = library.ncclRedOpDestroy(code, comm.handle)
         comm._check_result(result, "ncclRedOpDestroy")
 
 
 class PreMulSum(Resource, Shared):
-    """An operator made by `Communicator.pre_mul_sum`; use it as `op=`, then close() it (or `with` it).
+    """A reduction operator made by `Communicator.pre_mul_sum`. Pass it as `op=`; close() it after use, or use it as a
+    context manager.
 
-    comm, dtype  the communicator and the data type that it is for
+    comm   the communicator that can use it
+    dtype  the data type of the buffers
     """
 
     def __init__(self, comm: Comm, scalar: Any, dtype: Any) -> None:
@@ -80,42 +82,42 @@ class PreMulSum(Resource, Shared):
                 )
             if dtype is not None and data_type(dtype) != code:
                 raise ValueError(
-                    f"pre_mul_sum: scalar is {DataType(code).name}, dtype is {data_type(dtype).name}; pass the same"
+                    f"pre_mul_sum: scalar is {DataType(code).name}, but dtype is {data_type(dtype).name}; omit dtype"
                 )
             residence = ScalarResidence.DEVICE if device == comm.ordinal else ScalarResidence.HOST_IMMEDIATE
         free_unused(comm)
         self.comm, self.dtype = comm, DataType(code)
         op = ctypes.c_int()
         library = comm.library
-        with comm.lock:
+        with comm._lock:
             result = library.ncclRedOpCreatePreMulSum(ctypes.byref(op), pointer, code, int(residence), comm.handle)
         comm._check_result(result, "ncclRedOpCreatePreMulSum")
         self._op_handle: OpHandle | None = OpHandle(comm, op.value, keep)
 
     @property
     def code(self) -> int:
-        """ncclRedOp_t; -1 once it was destroyed."""
+        """The ncclRedOp_t; -1 once closed."""
         return -1 if self._op_handle is None else self._op_handle.code
 
     @property
     def op_handle(self) -> OpHandle:
-        """What a call has to hold until it was issued."""
+        """The handle that a call must reference until it is issued. ValueError once closed."""
         if self._op_handle is None:
             raise ValueError("op is a pre_mul_sum that was destroyed; make a new one")
         return self._op_handle
 
     @property
     def scalar(self) -> Any:
-        """The buffer that is read when the operation runs, for whoever holds buffers."""
+        """The buffer that is read when the operation runs; None once closed."""
         return None if self._op_handle is None else self._op_handle.scalar
 
     def code_for(self, comm: Comm, operation: str, dtype: int) -> int:
-        """Its number, for a call of `comm` on buffers of `dtype`. ValueError where it is not for them."""
+        """Return its ncclRedOp_t. ValueError if it is for another communicator or data type."""
         code = self.op_handle.code
         if self.comm is not comm:
             raise ValueError(
-                f"{operation}: op was made by {self.comm!r}, the call is one of {comm!r}; make the operator with "
-                "pre_mul_sum of the communicator that uses it"
+                f"{operation}: op was made by {self.comm!r}, the call is on {comm!r}; make the operator with "
+                "pre_mul_sum() of the communicator that uses it"
             )
         if self.dtype != dtype:
             raise ValueError(
@@ -125,29 +127,31 @@ class PreMulSum(Resource, Shared):
         return code
 
     def close(self) -> None:
-        """Refuse further calls, and free it. Calls that were already made with it are not affected: what a group has
-        recorded, and plans, hold the operator, which is freed after the last of them has gone. Twice is harmless."""
+        """Free the operator. Later calls with it raise ValueError. Plans, and calls recorded in a group, keep it alive
+        and still work. Does nothing if it is already closed."""
         self._op_handle = None
         free_unused(self.comm)
 
-    destroy = close  # as NCCL calls it
+    destroy = close  # NCCL's name
 
 
-# What `op=` takes, so that a type checker sees a misspelt name; `op_code` is what checks it when it runs.
+# The type of `op=`, for type checkers. At run time `op_code` checks it.
 Op = Literal["sum", "prod", "min", "max", "avg"] | RedOp | PreMulSum
 
 
 def _host_scalar(scalar: float, dtype: DataType) -> Any:
-    """One element of `dtype` in CPU memory. Torch rounds to the small floats; nothing in the standard library does."""
+    """Return one element of `dtype` in CPU memory. Uses torch, which can round to the 8 and 16 bit float types."""
     import torch
 
-    wanted = getattr(torch, ELEMENTS[dtype].name)
+    torch_dtype = getattr(torch, ELEMENTS[dtype].name)
     try:
-        held = torch.tensor([float(scalar) if wanted.is_floating_point else scalar]).to(wanted)
-    except (ValueError, RuntimeError, OverflowError):  # of torch and Python, for an integer that is too large
+        element = torch.tensor([float(scalar) if torch_dtype.is_floating_point else scalar]).to(torch_dtype)
+    except (ValueError, RuntimeError, OverflowError):  # an integer that is too large
         raise ValueError(
-            f"pre_mul_sum: scalar is {shown(scalar)}, which {dtype.name} does not hold; pass a smaller one"
+            f"pre_mul_sum: scalar is {shown(scalar)}, out of range for {dtype.name}; pass a smaller one"
         ) from None
-    if not held.dtype.is_floating_point and held.item() != scalar:
-        raise ValueError(f"pre_mul_sum: {scalar} is no {dtype.name} and would become {held.item()}; pass one that is")
-    return held
+    if not element.dtype.is_floating_point and element.item() != scalar:
+        raise ValueError(
+            f"pre_mul_sum: scalar {scalar} would become {element.item()} as {dtype.name}; pass an exact value"
+        )
+    return element

@@ -1,7 +1,7 @@
-"""One-sided communication: write into a peer's window, raise its signals, wait for one's own (NCCL >= 2.29).
+"""One-sided communication (NCCL >= 2.29): write into a peer's window, signal it, wait for signals.
 
-Signals are counters, numbered by `signal` within a `context`; NCCL has one of each unless CommConfig's num_rma_sig and
-num_rma_ctx say otherwise.
+Signals are counters, identified by the index `signal` within the index `context`. NCCL provides one context with one
+signal, unless CommConfig sets num_rma_ctx and num_rma_sig.
 """
 
 from __future__ import annotations
@@ -29,9 +29,16 @@ def put_signal(
     context: int = 0,
     stream: Any = None,
 ) -> None:
-    """Write buf into rank peer's part of the window, then raise its signal.
+    """Write buf into the window of rank peer, then increment the peer's signal by one (NCCL >= 2.29).
 
-    offset  in bytes, from the start of the peer's window
+    buf              a contiguous buffer on the communicator's device
+    window           this rank's `Window`; the ranks made their windows together
+    offset           destination in bytes from the start of the peer's window
+    signal, context  which signal to increment
+    stream           None: the current stream of the library that owns buf
+
+    The peer does not take part; it calls `wait_signal` before it reads the data. buf must not be changed until the
+    operation has run. Raises ValueError if buf does not fit into the window, before anything is launched.
     """
     peer = check_rank("put_signal: peer", peer, self.size)
     pointer, count, dtype, stream = check_buffer(self, "put_signal", "buf", buf, stream)
@@ -41,42 +48,51 @@ def put_signal(
         raise ValueError(
             f"put_signal: {nbytes} bytes at offset {offset} do not fit into the window of {window.nbytes} bytes"
         )
-    signal, context = _numbers("put_signal", signal, context)
+    signal, context = _indices("put_signal", signal, context)
     inputs = (pointer, count, dtype, peer, window.handle, offset, signal, context, 0)
     enqueue(self, "put_signal", "ncclPutSignal", inputs, stream, (buf, window), None)
 
 
 def signal(self: Comm, peer: int, *, signal: int = 0, context: int = 0, stream: Any) -> None:
-    """Raise rank peer's signal by one."""
+    """Increment the signal of rank peer by one, in stream order, without writing data (NCCL >= 2.29).
+
+    signal, context  which signal to increment
+    stream           required: no buffer implies one
+    """
     peer = check_rank("signal: peer", peer, self.size)
-    signal, context = _numbers("signal", signal, context)
+    signal, context = _indices("signal", signal, context)
     self.check_alive()
     enqueue(self, "signal", "ncclSignal", (peer, signal, context, 0), stream_handle(stream), None, None)
 
 
 def wait_signal(self: Comm, counts: Mapping[int, int] | int, *, signal: int = 0, context: int = 0, stream: Any) -> None:
-    """Hold the stream until ranks have raised this rank's signal so many times.
+    """Make the stream wait until peers have incremented this rank's signal (NCCL >= 2.29).
 
-    counts  {peer: number of signals to wait for}, or a peer, for one signal of it
+    counts           {peer: number of signals to wait for}; a single rank means one signal from it
+    signal, context  which signal to wait for
+    stream           required: no buffer implies one
+
+    Later work on the stream sees the data of `put_signal` calls that were signaled. With the host library and
+    stream=0 the caller waits.
     """
-    given = list(counts.items()) if isinstance(counts, Mapping) else [(counts, 1)]
-    if not given:
+    items = list(counts.items()) if isinstance(counts, Mapping) else [(counts, 1)]
+    if not items:
         raise ValueError("wait_signal: counts is empty, expected {peer: number of signals}")
-    wanted = {}
-    for peer, count in given:
+    expected = {}
+    for peer, count in items:
         peer = check_rank("wait_signal: peer", peer, self.size)
         try:
-            wanted[peer] = integer(count, "count", 1, INT_MAX)
+            expected[peer] = integer(count, "count", 1, INT_MAX)
         except ValueError:
             raise ValueError(
-                f"wait_signal: {count!r} signals of rank {peer}, expected 1 or more, up to {INT_MAX}"
+                f"wait_signal: {count!r} signals from rank {peer}, expected 1 or more, up to {INT_MAX}"
             ) from None
-    signal, context = _numbers("wait_signal", signal, context)
+    signal, context = _indices("wait_signal", signal, context)
     self.check_alive()
-    rows = (WaitSignalDesc * len(wanted))(*(WaitSignalDesc(n, peer, signal, context) for peer, n in wanted.items()))
-    inputs: Any = (len(wanted), rows)
+    rows = (WaitSignalDesc * len(expected))(*(WaitSignalDesc(n, peer, signal, context) for peer, n in expected.items()))
+    inputs: Any = (len(expected), rows)
     enqueue(self, "wait_signal", "ncclWaitSignal", inputs, stream_handle(stream), rows, None)
 
 
-def _numbers(operation: str, signal: Any, context: Any) -> tuple[int, int]:
+def _indices(operation: str, signal: Any, context: Any) -> tuple[int, int]:
     return integer(signal, f"{operation}: signal"), integer(context, f"{operation}: context")

@@ -1,4 +1,4 @@
-"""A little memory of a communicator, which both the host and NCCL can use: for barrier() and consistency.py."""
+"""Scratch memory of a communicator that both the host and NCCL can access: for barrier() and consistency.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..interop.streams import create_stream
 
 
 class Scratch:
-    """Plain memory for the host library; pinned memory and a stream on a GPU."""
+    """Pinned memory and a stream on a GPU; ordinary memory with the host library."""
 
     def __init__(self, nbytes: int, ordinal: int, library: Library) -> None:
         self.nbytes = nbytes
@@ -23,20 +23,20 @@ class Scratch:
             self._memory: Any = ctypes.create_string_buffer(nbytes)
             self.address = ctypes.addressof(self._memory)
             return
-        with on_device(ordinal):  # whose context the pinned memory belongs to
+        with on_device(ordinal):  # the pinned memory belongs to the context of this GPU
             self._stream = create_stream(ordinal, library=library)
             self._memory = cuda_core().LegacyPinnedMemoryResource().allocate(nbytes)
         self.address = int(self._memory.handle)
 
     def __del__(self) -> None:
-        # The driver frees pinned memory only where a context is current, and this may be a thread without one.
+        # The driver frees pinned memory only if a context is current; this thread may have none.
         if getattr(self, "_stream", None) and not sys.is_finalizing():
             with contextlib.suppress(Exception), on_device(self._ordinal):
                 self._memory = None
 
     @property
     def stream(self) -> int:
-        """Handle of the stream for operations on the memory."""
+        """Handle of the stream for operations on the memory; 0 with the host library."""
         return self._stream.handle if self._stream else 0
 
     def wait(self) -> None:

@@ -1,7 +1,7 @@
-"""What calls would cost, by NCCL's own cost model.
+"""Estimate the run time of calls with NCCL's own cost model.
 
-NCCL is asked on communicators that are made for it and thrown away: after ncclGroupSimulateEnd it keeps the work lists
-of the simulated calls, which the next collective of that communicator would run into (2.22 to 2.28).
+Each simulation runs on temporary communicators: after ncclGroupSimulateEnd, NCCL 2.22 to 2.28 keeps the work lists of
+the simulated calls, which would break the next collective of that communicator.
 """
 
 from __future__ import annotations
@@ -28,77 +28,86 @@ _ONE_SIDED = ("put_signal", "signal", "wait_signal")
 
 
 class Simulation:
-    """What `simulate` found out."""
+    """Result of `simulate`.
 
-    estimated_time: float = 0.0  # by NCCL's cost model, in its unit: microseconds; nan where it has no estimate
+    estimated_time  estimate of NCCL's cost model in microseconds, set at the end of the block; nan: no estimate
+    """
+
+    estimated_time: float = 0.0
 
 
 @contextlib.contextmanager
 def simulate() -> Iterator[Simulation]:
-    """Like `group`, but nothing is launched: NCCL estimates the time that the calls would take (NCCL >= 2.22).
+    """Estimate the run time of the calls in the block with NCCL's cost model, without launching them (NCCL >= 2.22).
 
-    with pynccl.simulate() as estimate: comm.all_reduce(x, x)
-    print(estimate.estimated_time)
+        with pynccl.simulate() as simulation:
+            comm.all_reduce(x, x)
+        print(simulation.estimated_time)  # microseconds
 
-    A collective call: every rank of each communicator in the block makes it, since NCCL is asked on new communicators,
-    which takes as long as a split. Where a rank does not come that is an NcclTimeout, and with PYNCCL_CHECK=1 an error
-    where ranks simulate different calls. The estimate is for buffers that are not registered. On one rank it is 0. NCCL
-    (2.28) reports that of a single collective, so ask for one at a time, and none (nan) for sends and receives alone.
+    Collective: every rank of each communicator in the block must call it. It runs on temporary communicators and takes
+    about as long as a split. Raises NcclTimeout if a rank does not take part, and with PYNCCL_CHECK=1 NcclInvalidUsage
+    if ranks simulate different calls.
 
-    NcclInvalidUsage for nonblocking communicators, on which NCCL would launch the calls, for those that share resources
-    with their children (split_share), and for one-sided calls.
+    Simulate one collective at a time: NCCL (2.28) reports the time of a single one. It has no estimate (nan) for sends
+    and receives alone. The estimate is for unregistered buffers; with one rank it is 0.
+
+    Raises NcclInvalidUsage for nonblocking communicators (NCCL would launch the calls), for communicators that share
+    resources with their children (split_share), and for one-sided calls.
     """
-    found = Simulation()
+    simulation = Simulation()
     with recording() as record:
-        yield found
+        yield simulation
     if record.calls:
-        found.estimated_time = _estimate(record.calls)
+        simulation.estimated_time = _estimate(record.calls)
 
 
 def _estimate(calls: list[Call]) -> float:
     library = calls[0].comm.library
-    end = library.ncclGroupSimulateEnd  # what an old library lacks has to be found out before anything is done
-    comms = list(dict.fromkeys(call.comm for call in calls))  # as every rank has them
+    end = library.ncclGroupSimulateEnd  # raises first if the library is too old
+    comms = list(dict.fromkeys(call.comm for call in calls))  # in the order of the calls, equal on all ranks
     for call in calls:
-        _refuse(call)
-    comms = [comm for comm in comms if comm.size > 1]  # NCCL runs the calls of a single rank at once
+        _check_call(call)
+    comms = [comm for comm in comms if comm.size > 1]  # with one rank NCCL would run the calls immediately
     if not comms:
         return 0.0
-    consistency.refuse_capture(library, "simulate()", "Simulate before the capture", {call.stream for call in calls})
+    consistency.check_not_capturing(
+        library, "simulate()", "Simulate before the capture", {call.stream for call in calls}
+    )
     _compare(comms, calls)
     info = stamped(SimInfo, library, magic=SIM_INFO_MAGIC)
     info.estimatedTime = UNDEF_FLOAT
-    with contextlib.ExitStack() as made:
-        children = {comm: made.enter_context(child) for comm, child in _children(comms).items()}
-        again = [_on(children[call.comm], call, made) for call in calls if call.comm in children]
-        prepared = [(call.function, call.args) for call in again]
-        replay(again, list(children.values()), prepared, partial(end, ctypes.byref(info)), partial(enter, again))
+    with contextlib.ExitStack() as stack:
+        children = {comm: stack.enter_context(child) for comm, child in _children(comms).items()}
+        copies = [_on_child(children[call.comm], call, stack) for call in calls if call.comm in children]
+        prepared = [(call.function, call.args) for call in copies]
+        replay(copies, list(children.values()), prepared, partial(end, ctypes.byref(info)), partial(enter, copies))
     time: float = info.estimatedTime
     return time if time >= 0 else math.nan
 
 
-def _refuse(call: Call) -> None:
+def _check_call(call: Call) -> None:
+    """NcclInvalidUsage for a call that cannot be simulated."""
     comm = call.comm
     comm.check_alive()
     if call.operation in _ONE_SIDED:
         raise NcclInvalidUsage(
-            f"simulate: {call.operation} is one-sided, and NCCL has no estimate for it; leave it out"
+            f"simulate: {call.operation} is one-sided, for which NCCL has no estimate; remove the call"
         )
     config = comm._config or CommConfig()
     if _setting("NCCL_COMM_BLOCKING", config.blocking) is False:
         raise NcclInvalidUsage(
-            f"simulate: {comm!r} is nonblocking, and NCCL would launch the calls; use a communicator of the same ranks "
-            "that was made with blocking=True"
+            f"simulate: {comm!r} is nonblocking, so NCCL would launch the calls; use a communicator of the same ranks "
+            "made with blocking=True"
         )
     if _setting("NCCL_COMM_SPLIT_SHARE_RESOURCES", config.split_share):
         raise NcclInvalidUsage(
-            f"simulate: {comm!r} shares its resources with its children, and a simulation on a child would spoil its "
-            "connections; use a communicator of the same ranks that was made without split_share"
+            f"simulate: {comm!r} shares its resources with its children, so simulating on a child would corrupt its "
+            "connections; use a communicator of the same ranks made without split_share"
         )
 
 
 def _setting(variable: str, configured: bool | None) -> bool | None:
-    """A switch as NCCL has it: the variable goes over the configuration, also one that NCCL has from nccl.conf."""
+    """Return a switch as NCCL sees it: the variable (which NCCL may have set from nccl.conf) overrides the config."""
     getenv = ctypes.CDLL(None).getenv
     getenv.restype, getenv.argtypes = ctypes.c_char_p, [ctypes.c_char_p]
     value = getenv(variable.encode())
@@ -106,7 +115,7 @@ def _setting(variable: str, configured: bool | None) -> bool | None:
 
 
 def _compare(comms: list[Comm], calls: list[Call]) -> None:
-    """With PYNCCL_CHECK=1: that every rank simulates, and what."""
+    """With PYNCCL_CHECK=1, check that all ranks simulate the same calls."""
     texts = {}
     for comm in comms:
         if comm.checking:
@@ -116,7 +125,7 @@ def _compare(comms: list[Comm], calls: list[Call]) -> None:
 
 
 def _children(comms: list[Comm]) -> dict[Comm, Communicator]:
-    """For each a communicator of the same ranks: destroyed on a clean exit, aborted on another."""
+    """Return, for each communicator, a temporary one of the same ranks, to be used as a context manager."""
     library, timeout = comms[0].library, comms[0].timeout
     configs = [(comm._config or CommConfig())._replace(blocking=True) for comm in comms]
     with locked(comms):
@@ -127,10 +136,10 @@ def _children(comms: list[Comm]) -> dict[Comm, Communicator]:
     }
 
 
-def _on(child: Communicator, call: Call, made: contextlib.ExitStack) -> Call:
-    """The same call of another communicator."""
+def _on_child(child: Communicator, call: Call, stack: contextlib.ExitStack) -> Call:
+    """Return the same call on another communicator."""
     inputs, operator = call.inputs, call.keep[2]
-    if isinstance(operator, OpHandle):  # its number is one of its own communicator
-        again = made.enter_context(PreMulSum(child, operator.scalar, None))
-        inputs = (*inputs[:4], again.code, *inputs[5:])
+    if isinstance(operator, OpHandle):  # an operator is valid on its own communicator only
+        copy = stack.enter_context(PreMulSum(child, operator.scalar, None))
+        inputs = (*inputs[:4], copy.code, *inputs[5:])
     return call._replace(comm=child, inputs=inputs)

@@ -1,7 +1,7 @@
-"""The names of other wrappers of NCCL over this one: a program that uses theirs changes an import line.
+"""Drop-in replacements for other NCCL wrappers: programs change only an import line.
 
-vllm     NCCLLibrary, PyNcclCommunicator, StatelessProcessGroup, as vLLM has them
-sglang   PyNcclCommunicator as SGLang has it, which is that of older vLLM
+vllm     vLLM's NCCLLibrary, PyNcclCommunicator and StatelessProcessGroup
+sglang   SGLang's PyNcclCommunicator, which follows an older vLLM
 
-Nothing here is imported by `import pynccl`. docs/coming_from.md says what differs.
+`import pynccl` imports none of these modules. See docs/coming_from.md for the differences.
 """

@@ -1,10 +1,11 @@
-"""SGLang's PyNcclCommunicator by its own names, which are those of old vLLM (0.6) and some of its own.
+"""SGLang's PyNcclCommunicator, with the names of old vLLM (0.6) and SGLang's additions.
 
     from pynccl.compat.sglang import PyNcclCommunicator
     # instead of sglang.srt.distributed.device_communicators.pynccl
 
-What differs from vLLM's: all_reduce is in place and takes op second, sizes= instead of all_gatherv and
-reduce_scatterv, and a new communicator is disabled until `with comm.change_state(enable=True):`. As in SGLang 0.5.23.
+Differences from vLLM's: all_reduce is in place and takes op as the second argument, all_gather and reduce_scatter take
+sizes= instead of all_gatherv and reduce_scatterv, and a new communicator is disabled until
+`with comm.change_state(enable=True):`. Follows SGLang 0.5.23.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from .wrapper import (
 
 
 class NCCLLibrary(wrapper.NCCLLibrary):
-    """vLLM's, with the library that SGLANG_NCCL_SO_PATH names."""
+    """vLLM's NCCLLibrary, with SGLANG_NCCL_SO_PATH for the path of the library."""
 
     path_variable = "SGLANG_NCCL_SO_PATH"
 
     def ncclCommInitRankConfig(
         self, world_size: int, unique_id: ncclUniqueId, rank: int, config: CommConfig | None = None
     ) -> ncclComm_t:
-        """ncclCommInitRank with a pynccl.CommConfig, whose fields the loaded NCCL has to have."""
+        """ncclCommInitRank with a pynccl.CommConfig, whose fields the loaded NCCL must support."""
         comm = ncclComm_t()
         struct = struct_of(config or CommConfig(), CommConfig, self.lib)
         identity = UniqueId.from_buffer_copy(unique_id)
@@ -48,8 +49,8 @@ class NCCLLibrary(wrapper.NCCLLibrary):
 class PyNcclCommunicator(vllm.PyNcclCommunicator):
     """See vllm.PyNcclCommunicator.
 
-    is_symmetric_memory_enabled  NCCL's own synchronisation of CUDA graphs is off (graphUsageMode 1; NCCL >= 2.29)
-    cta_policy                   ncclConfig_t's CTAPolicy: 2 lets copy engines work; None: NCCL's default
+    is_symmetric_memory_enabled  turn off NCCL's synchronization of CUDA graphs (graphUsageMode 1; NCCL >= 2.29)
+    cta_policy                   ncclConfig_t's CTAPolicy: 2 uses copy engines; None: NCCL's default
     """
 
     library_class = NCCLLibrary
@@ -72,15 +73,15 @@ class PyNcclCommunicator(vllm.PyNcclCommunicator):
         self.disabled = True
 
     def all_reduce(self, tensor: Any, op: Any = RedOp.SUM) -> None:  # type: ignore[override]
-        """tensor on every rank: the reduction of all ranks'."""
+        """Reduce tensor over all ranks, in place."""
         super().all_reduce(tensor, tensor, op)
 
     def outplace_all_reduce(self, in_tensor: Any, out_tensor: Any = None, op: Any = RedOp.SUM) -> Any:
-        """out_tensor on every rank: the reduction of all ranks' in_tensor."""
+        """Reduce in_tensor over all ranks into out_tensor (None: a new tensor), and return it."""
         return super().all_reduce(in_tensor, out_tensor, op)
 
     def all_gather(self, output_tensor: Any, input_tensor: Any, sizes: Sequence[int] | None = None) -> None:
-        """output_tensor on every rank: all ranks' input_tensor; with sizes, so many rows of each."""
+        """Gather input_tensor of all ranks into output_tensor; with sizes, sizes[r] rows from rank r."""
         if sizes is None:
             super().all_gather(output_tensor, input_tensor)
         else:
@@ -89,20 +90,20 @@ class PyNcclCommunicator(vllm.PyNcclCommunicator):
     def reduce_scatter(
         self, output_tensor: Any, input_tensor: Any, op: Any = RedOp.SUM, sizes: Sequence[int] | None = None
     ) -> None:
-        """output_tensor on rank r: its block of the reduction of all ranks' input_tensor; with sizes, so many rows."""
+        """Reduce input_tensor over all ranks; rank r gets block r in output_tensor; with sizes, its sizes[r] rows."""
         if sizes is None:
             super().reduce_scatter(output_tensor, input_tensor, op)
         else:
             super().reduce_scatterv(output_tensor, input_tensor, sizes, op)
 
     def all_to_all_single(self, output_tensor: Any, input_tensor: Any) -> None:
-        """Part j of input_tensor goes to rank j, to part `rank` of its output_tensor; parts are equal."""
-        if comm := self._live("all_to_all_single"):
+        """Send chunk j of input_tensor to rank j, into chunk `rank` of its output_tensor. Chunks have equal size."""
+        if comm := self._active("all_to_all_single"):
             comm.all_to_all(vllm.memory("input_tensor", input_tensor), vllm.memory("output_tensor", output_tensor))
 
     @contextlib.contextmanager
     def change_state(self, enable: bool | None = None) -> Iterator[None]:
-        """Enabled or not within the block. enable: None: enabled if `available`"""
+        """Enable or disable the communicator within the block. enable=None: enable it if `available`."""
         before = self.disabled
         self.disabled = not (self.available if enable is None else enable)
         try:

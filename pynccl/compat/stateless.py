@@ -1,11 +1,11 @@
-"""StatelessProcessGroup: ranks that exchange Python objects through a store, beside torch.distributed's own groups.
+"""StatelessProcessGroup: exchange Python objects between ranks through a store, without torch.distributed's groups.
 
-vLLM's names of what its programs use before they have a communicator. All ranks of a group use this class, or all use
-vLLM's: the keys in the store differ (vLLM's send_obj mixes up two senders to one rank), and so does what is in them.
+It has the names of vLLM's class, which programs use before they have a communicator. All ranks of a group must use this
+class, or all vLLM's: the keys and values in the store differ (vLLM's send_obj confuses two senders to one rank).
 
-Its methods pass any object, so they pickle it, and who writes into the store decides what the other ranks run. So each
-object is signed with PYNCCL_JOB_KEY, and is unpickled only if the signature is right. Without that variable everybody
-can sign: whoever reaches the store's port is trusted then. torch's store itself asks nobody who he is.
+Objects are pickled, so anyone who can write to the store can run code on the other ranks. Therefore each object is
+signed with PYNCCL_JOB_KEY and unpickled only if the signature is valid. Without that variable anyone can sign, so every
+process that can reach the store's port is trusted. torch's store itself has no authentication.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ _SIGNATURE_BYTES = 32
 
 
 class StatelessProcessGroup:
-    """Rank `rank` of `world_size` that share `store` (a torch.distributed.Store, and nobody else's).
+    """Rank `rank` of `world_size` ranks that share `store`, a torch.distributed.Store used by this group only.
 
-    For a few small objects at the start. Objects are pickled. With PYNCCL_JOB_KEY in the environment of all ranks, 16
-    characters or more, what others than they have written is refused; without, who reaches the store can run code here.
-    data_expiration_seconds  after which what this rank has set may be deleted from the store
+    Meant for a few small objects at startup. Objects are pickled. Set PYNCCL_JOB_KEY (16 characters or more) on all
+    ranks to reject objects written by others; without it, anyone who reaches the store can run code here.
+
+    data_expiration_seconds  age after which objects set by this rank may be deleted from the store
     """
 
     def __init__(self, rank: int, world_size: int, store: Any, data_expiration_seconds: int = 3600) -> None:
@@ -57,11 +58,12 @@ class StatelessProcessGroup:
         store_timeout: int = 300,
         listen_socket: socket.socket | None = None,
     ) -> StatelessProcessGroup:
-        """The group of `world_size` processes that meet at host:port, where rank 0 listens: at that address alone, so
-        with "127.0.0.1" nobody on another machine reaches it.
+        """Create the group of `world_size` processes that connect to rank 0 at host:port.
 
-        store_timeout  seconds to wait for rank 0, and in every exchange for what another rank has to say
-        listen_socket  rank 0's, bound and listening; the store takes it over. None: one at that address
+        Rank 0 listens at that address only: "127.0.0.1" is not reachable from other nodes.
+
+        store_timeout  seconds to wait for rank 0, and in each exchange for the other rank
+        listen_socket  rank 0's bound and listening socket, which the store takes over. None: create one at host:port
         """
         from torch.distributed import TCPStore
 
@@ -84,13 +86,13 @@ class StatelessProcessGroup:
         signature, data = found[:_SIGNATURE_BYTES], found[_SIGNATURE_BYTES:]
         if not hmac.compare_digest(signature, _signature(key, data)):
             raise NcclRemoteError(
-                f"StatelessProcessGroup: what the store has as {key} was written by somebody else, or by a rank whose "
-                f"{KEY_VARIABLE} is another one; it was not unpickled"
+                f"StatelessProcessGroup: the signature of {key} in the store is invalid; it was not unpickled. Set the "
+                f"same {KEY_VARIABLE} on all ranks, or find out who else writes to the store"
             )
         return pickle.loads(data)
 
     def expire_data(self) -> None:
-        """Delete what this rank set longer ago than data_expiration_seconds."""
+        """Delete objects that this rank set more than data_expiration_seconds ago."""
         while self.entries and time.time() - self.entries[0][1] > self.data_expiration_seconds:
             self.store.delete_key(self.entries.popleft()[0])
 
@@ -104,7 +106,7 @@ class StatelessProcessGroup:
         return found
 
     def broadcast_obj(self, obj: Any, src: int) -> Any:
-        """src's obj, on every rank."""
+        """Return the obj of rank src on every rank."""
         if self.rank == src:
             self._set(f"broadcast/{src}/{self.broadcast_send_counter}", obj)
             self.broadcast_send_counter += 1
@@ -114,24 +116,24 @@ class StatelessProcessGroup:
         return found
 
     def all_gather_obj(self, obj: Any) -> list[Any]:
-        """All ranks' obj, by rank."""
+        """Return the obj of all ranks, in rank order."""
         return [self.broadcast_obj(obj if rank == self.rank else None, rank) for rank in range(self.world_size)]
 
     # Small tensors, on the CPU
 
     def broadcast(self, tensor: Any, src: int) -> Any:
-        """src's tensor, on every rank; the others' is not written."""
+        """Return the tensor of rank src on every rank. The other ranks' tensor is not modified."""
         return self.broadcast_obj(tensor, src)
 
     def send(self, tensor: Any, dst: int) -> None:
         self.send_obj(tensor, dst)
 
     def recv(self, tensor: Any, src: int) -> Any:
-        """Into tensor, which is returned."""
+        """Receive into tensor and return it."""
         return tensor.copy_(self.recv_obj(src))
 
     def all_reduce(self, tensor: Any, op: Any = RedOp.SUM) -> Any:
-        """A new tensor: the reduction of all ranks', by rank. op is SUM, PRODUCT, MAX or MIN."""
+        """Reduce over all ranks, in rank order, and return a new tensor. op is SUM, PRODUCT, MAX or MIN."""
         import torch
 
         combine: dict[RedOp, Any] = {
@@ -147,7 +149,7 @@ class StatelessProcessGroup:
         return total.clone()
 
     def barrier(self, timeout: float = 30.0) -> None:
-        """Wait for all ranks, `timeout` seconds at most. Rank 0, which serves the store, leaves last."""
+        """Wait for all ranks, at most `timeout` seconds. Rank 0, which serves the store, leaves last."""
         self._barriers += 1
         keys = [f"barrier/{self._barriers}/{rank}" for rank in range(self.world_size)]
         self.store.set(keys[self.rank], b"1")
@@ -162,7 +164,9 @@ class StatelessProcessGroup:
             self.store.wait(keys, timedelta(seconds=timeout))
         except RuntimeError:
             missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
-            raise NcclTimeout(f"barrier: no sign of rank(s) {missing} of {self.world_size} in {timeout:g} s") from None
+            raise NcclTimeout(
+                f"barrier: ranks {missing} of {self.world_size} did not arrive within {timeout:g} s"
+            ) from None
 
 
 def _signature(key: str, data: bytes) -> bytes:
@@ -170,11 +174,11 @@ def _signature(key: str, data: bytes) -> bytes:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A socket that listens at this address alone: what arrives there is unpickled."""
+    """Listen at this address only, since received objects are unpickled."""
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
         raise NcclSystemError(
-            f"StatelessProcessGroup: rank 0 cannot listen at {host}:{port}: {error}; pass an address of its machine, "
+            f"StatelessProcessGroup: rank 0 cannot listen at {host}:{port}: {error}; pass an address of its node "
             "and a free port"
         ) from None

@@ -1,7 +1,7 @@
-"""NCCLLibrary: the C functions one by one, raw pointers and handles in, errors as exceptions. vLLM's names.
+"""NCCLLibrary: NCCL's C functions as methods on raw pointers and handles, with vLLM's names.
 
-Over `bindings.Library`, so a function that the loaded NCCL lacks says which release has it, and everything runs on the
-host library too.
+It uses `bindings.Library`, so calling a function that the loaded NCCL lacks raises an error that names the required
+release, and everything also runs on the host library.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ NCCL_UNIQUE_ID_BYTES = abi.UNIQUE_ID_BYTES
 
 
 class ncclUniqueId(ctypes.Structure):
-    """128 opaque bytes, in `internal`, whose elements can be read and set one by one."""
+    """128 opaque bytes in `internal`, whose elements are readable and writable."""
 
     _fields_ = [("internal", ctypes.c_byte * NCCL_UNIQUE_ID_BYTES)]
 
 
 class ncclDataTypeEnum:
-    """nccl.h's numbers of the data types."""
+    """The values of ncclDataType_t."""
 
     ncclInt8 = ncclChar = 0
     ncclUint8 = 1
@@ -52,7 +52,7 @@ class ncclDataTypeEnum:
 
     @classmethod
     def from_torch(cls, dtype: Any) -> int:
-        """The number of a torch.dtype; ValueError for one that NCCL does not have."""
+        """Return the ncclDataType_t of a torch.dtype; ValueError if NCCL does not have it."""
         try:
             return int(data_type(dtype))
         except TypeError as error:
@@ -60,7 +60,7 @@ class ncclDataTypeEnum:
 
     @classmethod
     def try_from_torch(cls, dtype: Any) -> int | None:
-        """The number of a torch.dtype; None for one that NCCL does not have."""
+        """Return the ncclDataType_t of a torch.dtype; None if NCCL does not have it."""
         try:
             return cls.from_torch(dtype)
         except ValueError:
@@ -72,27 +72,27 @@ class ncclDataTypeEnum:
 
 
 class ncclRedOpTypeEnum:
-    """nccl.h's numbers of the reduction operators."""
+    """The values of ncclRedOp_t."""
 
     ncclSum, ncclProd, ncclMax, ncclMin, ncclAvg = range(5)
     ncclNumOps = 5
 
     @classmethod
     def from_torch(cls, op: Any) -> int:
-        """The number of a torch.distributed.ReduceOp (or pynccl.RedOp); ValueError for one that NCCL does not have."""
+        """Return the ncclRedOp_t of a torch ReduceOp or pynccl.RedOp; ValueError if NCCL does not have it."""
         if isinstance(op, abi.RedOp):
             return int(op)
         from torch.distributed import ReduceOp
 
         known = (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MAX, ReduceOp.MIN, ReduceOp.AVG)
-        for number, one in enumerate(known):
-            if op == one:  # in this order: a ReduceOp compares itself with its kinds, and they not with it
+        for number, kind in enumerate(known):
+            if op == kind:  # in this order: ReduceOp.__eq__ accepts its kinds, but not vice versa
                 return number
         raise ValueError(f"Unsupported op: {op!r}; expected ReduceOp.SUM, PRODUCT, MAX, MIN or AVG")
 
 
 def operator_of(op: Any) -> abi.RedOp:
-    """The RedOp of a torch.distributed.ReduceOp or a RedOp."""
+    """Return the RedOp of a torch.distributed.ReduceOp or a RedOp."""
     return op if type(op) is abi.RedOp else abi.RedOp(ncclRedOpTypeEnum.from_torch(op))
 
 
@@ -100,12 +100,12 @@ owners: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictio
 
 
 class NCCLLibrary:
-    """One loaded libnccl, its functions as methods.
+    """One loaded libnccl, with its functions as methods.
 
-    so_file  path of a libnccl, "host" for the host library; None: VLLM_NCCL_SO_PATH, else what pynccl.load() finds
+    so_file  path of a libnccl, or "host" for the host library; None: VLLM_NCCL_SO_PATH if set, otherwise pynccl.load()
 
-    Pointers, handles and streams are integers or ctypes.c_void_p; counts are in elements. A result code is raised as
-    pynccl.NcclError, which is a RuntimeError. Nothing is checked before C sees it: use pynccl.Communicator for that.
+    Pointers, handles and streams are integers or ctypes.c_void_p; counts are in elements. Result codes raise
+    pynccl.NcclError, a RuntimeError. Arguments are not checked: use pynccl.Communicator for that.
     """
 
     path_variable = "VLLM_NCCL_SO_PATH"
@@ -114,7 +114,7 @@ class NCCLLibrary:
         self.lib = load(so_file or os.environ.get(self.path_variable) or None)
 
     def has_symbol(self, name: str) -> bool:
-        """Whether the loaded library has this function of nccl.h."""
+        """Return whether the loaded library has this function of nccl.h."""
         return name in abi.FUNCTIONS and self.lib.supports(name)
 
     def ncclGetErrorString(self, result: int) -> str:
@@ -138,7 +138,7 @@ class NCCLLibrary:
             self._check(code, name)
 
     def ncclGetRawVersion(self) -> int:
-        """As nccl.h has it: 22703 is 2.27.3."""
+        """Return the version code as in nccl.h: 22703 is 2.27.3."""
         version = ctypes.c_int()
         self._call("ncclGetVersion", ctypes.byref(version))
         return version.value
@@ -194,7 +194,7 @@ class NCCLLibrary:
 
     def ncclCommDestroy(self, comm: Any) -> None:
         owner = owners.get(_integer(comm))
-        if owner is not None:  # which would destroy it once more at the end of the process
+        if owner is not None:  # otherwise the owner would destroy it again at exit
             owner.destroy()
         else:
             self._call("ncclCommDestroy", comm)
@@ -228,7 +228,7 @@ class NCCLLibrary:
         self._call("ncclCommWindowDeregister", comm, window)
 
     def ncclMemAlloc(self, size: int) -> int:
-        """Address of `size` bytes of NCCL's own memory on the current device. (SGLang's wrapper has it.)"""
+        """Allocate `size` bytes on the current device and return their address. (Only SGLang's wrapper has this.)"""
         pointer = ctypes.c_void_p()
         self._check(self.lib.ncclMemAlloc(ctypes.byref(pointer), size), f"ncclMemAlloc({size} bytes)")
         return pointer.value or 0
@@ -238,5 +238,5 @@ class NCCLLibrary:
 
 
 def _integer(value: Any) -> int:
-    """Of an integer, a ctypes.c_void_p or None."""
+    """Return the value of an integer, a ctypes object or None (0)."""
     return getattr(value, "value", value) or 0

@@ -1,21 +1,21 @@
-"""libnccl's own C ABI on CPU memory, for machines without a GPU: shared memory or sockets, torch for the arithmetic.
+"""The host library: libnccl's C ABI on CPU memory, over shared memory or sockets, with torch for the arithmetic.
 
-`function(name)` gives ctypes function pointers with the signatures of `abi.FUNCTIONS`; buffers are addresses of CPU
-memory, which the caller keeps alive until the operation has completed; streams are handles of `HostStream`, or
-0 for the calling thread. Environment: PYNCCL_HOST_TIMEOUT and PYNCCL_HOST_INIT_TIMEOUT (seconds, default 600),
+`function(name)` returns a ctypes function pointer with the signature in `abi.FUNCTIONS`. Buffers are addresses of CPU
+memory, which the caller must keep alive until the operation has completed. Streams are handles of `HostStream`, or 0
+for the calling thread. Environment: PYNCCL_HOST_TIMEOUT and PYNCCL_HOST_INIT_TIMEOUT (seconds, default 600),
 PYNCCL_HOST_TRANSPORT (see `sharing`), PYNCCL_JOB_KEY (see `rendezvous`), PYNCCL_HOST_LINK (see `link`),
-PYNCCL_HOST_VERSION (see `version`; read when this package is imported), NCCL_SOCKET_IFNAME, else GLOO_SOCKET_IFNAME
-(the interface, for ranks on several machines; see `interfaces`).
+PYNCCL_HOST_VERSION (see `version`; read when this package is imported), and NCCL_SOCKET_IFNAME, else GLOO_SOCKET_IFNAME
+(the network interface for several nodes; see `interfaces`).
 
-Calls on a communicator with blocking=0 have completed when they return, so its asynchronous error is never
-ncclInProgress: a program written for nonblocking communicators works, and finds nothing to wait for.
+On communicators with blocking=0, calls complete before they return. Their asynchronous error is never ncclInProgress,
+so programs for nonblocking communicators work and never have to wait.
 """
 
 from __future__ import annotations
 
 from . import (
-    atexit as _atexit,  # noqa: F401 (registers what happens at exit)
-    collectives as _collectives,  # noqa: F401 (this and those below register the C functions)
+    atexit as _atexit,  # noqa: F401 (registers the exit handler)
+    collectives as _collectives,  # noqa: F401 (this import and the following ones register the C functions)
     finalize as _finalize,  # noqa: F401
     init as _init,  # noqa: F401
     params as _params,  # noqa: F401
@@ -25,7 +25,7 @@ from . import (
 )
 from .comm import set_timeout
 from .exports import function, take_interrupt
-from .stream import CallerStream, HostEvent, HostStream, made_here
+from .stream import CallerStream, HostEvent, HostStream, stream_from_handle
 from .version import VERSION
 
 __all__ = [
@@ -34,7 +34,7 @@ __all__ = [
     "HostEvent",
     "HostStream",
     "function",
-    "made_here",
+    "stream_from_handle",
     "set_timeout",
     "take_interrupt",
 ]

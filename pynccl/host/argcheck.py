@@ -1,4 +1,4 @@
-"""What is wrong with the arguments of a C function: numbers out of range, structs of another header."""
+"""Check arguments of C functions: ranges of numbers, and the size and version of structs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..bindings.abi import (
 from .failure import invalid_argument, invalid_usage
 from .version import VERSION, dotted
 
-# What tells a struct of each type: its name in messages, its magic number, and the fields that came later.
+# Struct type -> (its name in error messages, its magic number, the fields added in later versions).
 _KINDS: dict[type[ctypes.Structure], tuple[str, int, dict[str, Version]]] = {
     Config: ("config", CONFIG_MAGIC, CONFIG_SINCE),
     CollConfig: ("collective config", CONFIG_MAGIC, COLL_CONFIG_SINCE),
@@ -67,7 +67,7 @@ def check_flags(name: str, label: str, flags: int, allowed: Sequence[int], expec
 
 
 def check_struct(struct: Any) -> None:
-    """Raise HostFailure unless `struct` starts as its initializer does, in a header of this version or an older one."""
+    """Raise HostFailure unless `struct` was initialized by the macro of this or an older version's header."""
     kind = type(struct)
     name, magic, since = _KINDS[kind]
     first = min(since.values(), default=VERSION)
@@ -75,41 +75,41 @@ def check_struct(struct: Any) -> None:
     if struct.magic != magic or not smallest <= struct.size <= largest:
         raise invalid_argument(
             f"{name} has magic {struct.magic:#x} and size {struct.size}; NCCL {dotted(VERSION)} expects {magic:#x} and "
-            f"{smallest} to {largest}: initialise it as the macro of that version's nccl.h does"
+            f"{smallest} to {largest}; initialize it with the macro of that version's nccl.h"
         )
     if struct.version > version_code(VERSION):
         raise invalid_argument(
-            f"{name} has version {struct.version}; NCCL {dotted(VERSION)} expects {version_code(VERSION)} or less: "
-            "initialise it as the macro of that version's nccl.h does"
+            f"{name} has version {struct.version}; NCCL {dotted(VERSION)} expects {version_code(VERSION)} or less; "
+            "initialize it with the macro of that version's nccl.h"
         )
 
 
 def field(struct: Any, name: str, default: int) -> int:
-    """An integer of a struct; `default` if it is undefined, or beyond the end of an older header's struct."""
-    place = getattr(type(struct), name)
-    if place.offset + place.size > struct.size:
+    """Return an integer field; `default` if it is undefined, or beyond the end of an older version's struct."""
+    member = getattr(type(struct), name)
+    if member.offset + member.size > struct.size:
         return default
     value = int(getattr(struct, name) or 0)
     return default if value == UNDEF_INT else value
 
 
 def check_config(config: Any) -> None:
-    """ncclConfig_t*, which may be NULL."""
+    """Check an ncclConfig_t*, which may be NULL."""
     if not config:
         return
-    given = config.contents
-    check_struct(given)
-    low, high = field(given, "minCTAs", 0), field(given, "maxCTAs", 0)
+    struct = config.contents
+    check_struct(struct)
+    low, high = field(struct, "minCTAs", 0), field(struct, "maxCTAs", 0)
     if low and high and low > high:
         raise invalid_argument(f"config has minCTAs {low} and maxCTAs {high}; expected minCTAs <= maxCTAs")
 
 
 def check_coll_config(name: str, config: Any) -> Any:
-    """ncclCollConfig_t*, which may be NULL, for the call `name`; returns the handle of its event, 0 for none."""
+    """Check an ncclCollConfig_t*, which may be NULL, for the call `name`; return the handle of its event, or 0."""
     if not config:
         return 0
-    given = config.contents
-    check_struct(given)
+    struct = config.contents
+    check_struct(struct)
     for limit, low, high in (
         ("minCTAs", 1, 2**31 - 1),
         ("maxCTAs", 1, 2**31 - 1),
@@ -118,11 +118,11 @@ def check_coll_config(name: str, config: Any) -> Any:
         ("forceAlgSelection", 0, 1),
         ("CTAPolicy", 0, 2**31 - 1),
     ):
-        value = field(given, limit, low)
+        value = field(struct, limit, low)
         if not low <= value <= high:
             expected = f"{low} to {high}, or NCCL_CONFIG_UNDEF_INT"
             raise invalid_argument(f"{name}: config has {limit} {value}; expected {expected}")
-    least, most = field(given, "minCTAs", 1), field(given, "maxCTAs", 2**31 - 1)
-    if least > most:
-        raise invalid_argument(f"{name}: config has minCTAs {least}; expected at most maxCTAs, which is {most}")
-    return field(given, "launchCompletionEvent", 0)
+    min_ctas, max_ctas = field(struct, "minCTAs", 1), field(struct, "maxCTAs", 2**31 - 1)
+    if min_ctas > max_ctas:
+        raise invalid_argument(f"{name}: config has minCTAs {min_ctas}; expected at most maxCTAs, which is {max_ctas}")
+    return field(struct, "launchCompletionEvent", 0)

@@ -1,8 +1,8 @@
-"""The end of the process, and forks: nothing of the host library may keep the interpreter from exiting, or crash it.
+"""Process exit and fork: the host library must neither block interpreter exit nor crash it.
 
-A thread that is inside torch while the interpreter is torn down is killed in the middle of C++ code, which is
-std::terminate. So queued work is dropped, and what is under way is woken by closing its connections: as with a GPU, a
-process that exits without synchronizing loses the work it has queued.
+Interpreter shutdown kills a thread that is inside torch in the middle of C++ code, which calls std::terminate. So exit
+drops queued work, and closes connections to wake running operations. As on a GPU, a process that exits without
+synchronizing loses its queued work.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _PEERS_SECONDS = 0.5
 def _at_exit() -> None:
     exiting.set()
     workers = stream.drop_queued_work()
-    for communicator in comm.all_of_process():
+    for communicator in comm.all_communicators():
         if not communicator.idle:
-            reason = communicator.because("its process exits with an operation under way")
-            communicator.fail(invalid_usage("the process exits with this operation under way"), reason)
-            communicator.rma.close()  # its threads have nothing more to send
+            notice = communicator.failure_notice("its process exited while an operation was running")
+            communicator.fail(invalid_usage("the process exited while this operation was running"), notice)
+            communicator.rma.close()
     for worker in workers:
         worker.join(_JOIN_SECONDS)
     init.join_waiting(_JOIN_SECONDS)
-    for communicator in comm.all_of_process():
+    for communicator in comm.all_communicators():
         if communicator.idle:
             communicator.destroy()
     rma.join_threads(_PEERS_SECONDS, _JOIN_SECONDS)
@@ -37,7 +37,7 @@ def _at_exit() -> None:
 
 
 def _after_fork_in_child() -> None:
-    """Connections, threads and the store belong to the parent: close the copies of what it goes on using."""
+    """Close the copies of connections and of the store, which belong to the parent."""
     comm.after_fork()
     rendezvous.close()
     stream.after_fork()

@@ -1,9 +1,8 @@
-"""Messages from one rank to another through memory that both have mapped.
+"""Messages from one rank to another through shared memory.
 
-A channel lies in the memory of the rank that sends: a ring of MESSAGE_SLOTS slots. Every message begins in a slot of
-its own, with a header that says which call it belongs to. A word counts the slots that have been filled. A word in the
-memory of the rank that receives counts those that it has emptied: room for the next one, and the news that a message
-was received.
+A channel is a ring buffer of MESSAGE_SLOTS slots in the sender's memory. Every message starts in a new slot, with a
+header that identifies its call. A word in the sender's memory counts filled slots. A word in the receiver's memory
+counts emptied slots, which frees them and acknowledges the messages.
 
     words of the channel to p   filled | of p's channel to this rank: emptied
 """
@@ -17,15 +16,15 @@ from ctypes import memmove, string_at
 
 from . import futex
 from .connection import HEAD_BYTES
-from .segment import BELL, MESSAGE_BYTES, MESSAGE_SLOTS, OwnSegment, Segment
+from .segment import DOORBELL, MESSAGE_BYTES, MESSAGE_SLOTS, OwnSegment, Segment
 
 _WORD = (1 << 32) - 1
-_DATA_AT = HEAD_BYTES  # of a first slot
+_DATA_AT = HEAD_BYTES  # offset of the data in the first slot of a message
 
 
 class _Ring:
-    """The slots, seen from one end. `mine` counts what this end has filled or emptied, `theirs` what the
-    other one has."""
+    """The ring buffer, seen from one end. `mine` counts the slots that this end has filled or emptied, `theirs` those
+    of the other end."""
 
     def __init__(self, address: int, mine: memoryview, theirs: memoryview) -> None:
         self._slots = [address + i * MESSAGE_BYTES for i in range(MESSAGE_SLOTS)]
@@ -34,67 +33,67 @@ class _Ring:
 
     @property
     def equal(self) -> bool:
-        """Whether all that was filled has been emptied."""
+        """Whether all filled slots have been emptied."""
         return bool(self._theirs[0] == self._count)
 
     @property
     def full(self) -> bool:
-        """Of the end that fills."""
+        """Whether no slot is free. For the sender."""
         return ((self._count - self._theirs[0]) & _WORD) == MESSAGE_SLOTS
 
     @property
     def slot(self) -> int:
-        """The address of the next one."""
+        """The address of the next slot."""
         return self._slots[self._count % MESSAGE_SLOTS]
 
     def step(self) -> None:
-        """The next slot has been filled, or emptied."""
+        """Count the next slot as filled or emptied."""
         if not futex.ORDERED:
             futex.barrier()
         self._count = (self._count + 1) & _WORD
         self._mine[0] = self._count
 
 
-def _ring(sender: Segment, to: int, receiver: Segment, of: int, sending: bool) -> _Ring:
-    """The channel from rank `of` to rank `to`, as the one end or the other sees it."""
-    at, other = sender.layout.channel_words(to), receiver.layout.channel_words(of) + 4
+def _ring(sender: Segment, to: int, receiver: Segment, source: int, sending: bool) -> _Ring:
+    """Return the sending or receiving end of the channel from rank `source` to rank `to`."""
+    at, other = sender.layout.channel_words(to), receiver.layout.channel_words(source) + 4
     filled, emptied = sender.bytes[at : at + 4].cast("I"), receiver.bytes[other : other + 4].cast("I")
     address = sender.address + sender.layout.channel(to)
     return _Ring(address, filled, emptied) if sending else _Ring(address, emptied, filled)
 
 
-class Bell:
-    """How this rank tells others that there is something new in a channel: by a word of theirs, on which they sleep.
+class Doorbell:
+    """Wakes a peer after a change in a channel, by writing a word on which that peer sleeps.
 
-    Many write that word, so it counts nothing; but no value is ever stored twice, hence no news is slept through."""
+    Several ranks write the word, so it is not a counter. But no value is stored twice, so no wake-up is lost."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         self._next = itertools.count(rank, ranks)
 
     def ring(self, segment: Segment) -> None:
-        segment.words[BELL] = next(self._next) & _WORD
-        futex.wake(segment.address + 4 * BELL)
+        segment.words[DOORBELL] = next(self._next) & _WORD
+        futex.wake(segment.address + 4 * DOORBELL)
 
 
-class Outgoing:
-    """What this rank sends to a peer."""
+class SendChannel:
+    """The sending end of the channel to a peer."""
 
-    def __init__(self, own: OwnSegment, rank: int, segment: Segment, peer: int, bell: Bell) -> None:
-        self._own, self._peer, self._segment, self._bell = own, peer, segment, bell
+    def __init__(self, own: OwnSegment, rank: int, segment: Segment, peer: int, doorbell: Doorbell) -> None:
+        self._own, self._peer, self._segment, self._doorbell = own, peer, segment, doorbell
         self._ring = _ring(own, peer, segment, rank, True)
         self._posted: deque[tuple[bytes, int, int]] = deque()
-        self._at = 0  # bytes of the first one that are under way, or beyond
+        self._at = 0  # bytes of the first message that are in slots
 
     def post(self, head: bytes, address: int, nbytes: int) -> None:
         self._posted.append((head, address, nbytes))
 
     @property
     def done(self) -> bool:
-        """Whether all has been received."""
+        """Whether all messages have been received."""
         return not self._posted and self._ring.equal
 
     def push(self) -> None:
-        """Put what there is room for."""
+        """Fill the free slots."""
         posted, ring = self._posted, self._ring
         if posted:
             self._own.reserve_channel(self._peer)
@@ -113,11 +112,11 @@ class Outgoing:
                 posted.popleft()
                 self._at = 0
             ring.step()
-            self._bell.ring(self._segment)
+            self._doorbell.ring(self._segment)
 
 
-class Incoming:
-    """What this rank receives of a peer."""
+class RecvChannel:
+    """The receiving end of the channel from a peer."""
 
     def __init__(
         self,
@@ -125,17 +124,17 @@ class Incoming:
         rank: int,
         segment: Segment,
         peer: int,
-        bell: Bell,
-        disagree: Callable[[bytes, bytes], Exception],
+        doorbell: Doorbell,
+        mismatch: Callable[[bytes, bytes], Exception],
     ) -> None:
-        """disagree: (header, what was expected) -> the error of another header than was expected"""
-        self._segment, self._bell, self._disagree = segment, bell, disagree
+        """mismatch: (received header, expected prefix) -> the error to raise"""
+        self._segment, self._doorbell, self._mismatch = segment, doorbell, mismatch
         self._ring = _ring(segment, rank, own, peer, False)
         self._posted: deque[tuple[bytes, int, int]] = deque()
         self._at = 0
 
     def post(self, expected: bytes, address: int, nbytes: int) -> None:
-        """expected: what the header begins with"""
+        """expected: required prefix of the header"""
         self._posted.append((expected, address, nbytes))
 
     @property
@@ -143,7 +142,7 @@ class Incoming:
         return not self._posted
 
     def pull(self) -> None:
-        """Take what has come of what was posted. Raises what `disagree` makes."""
+        """Read the filled slots for the posted messages. Raises the error of `mismatch`."""
         posted, ring = self._posted, self._ring
         while posted and not ring.equal:
             expected, address, nbytes = posted[0]
@@ -156,7 +155,7 @@ class Incoming:
             else:
                 head = string_at(slot, HEAD_BYTES)
                 if not head.startswith(expected):
-                    raise self._disagree(head, expected)
+                    raise self._mismatch(head, expected)
                 moved = min(MESSAGE_BYTES - _DATA_AT, nbytes)
                 memmove(address, slot + _DATA_AT, moved)
             self._at += moved
@@ -164,4 +163,4 @@ class Incoming:
                 posted.popleft()
                 self._at = 0
             ring.step()
-            self._bell.ring(self._segment)
+            self._doorbell.ring(self._segment)

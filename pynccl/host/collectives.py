@@ -1,9 +1,8 @@
-"""The collectives, send and receive, their operators and groups, as C functions.
+"""C functions for collectives, send and receive, reduction operators, and groups.
 
-A function is a row of a table: which operation it is, and what its arguments mean. The variants that take a
-configuration per call run as the plain call. What the fields steer (thread blocks, algorithms) does not exist on the
-CPU, so only the event has an effect: it is recorded when the operation is about to begin, after what its stream had
-queued before.
+A table maps each function to its operation and arguments. The variants with a configuration per call run as the plain
+call: thread blocks and algorithms do not exist on the CPU. Only the event has an effect: it is recorded on the stream
+just before the operation begins.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from .operation import Kind, Operation
 from .reduction import PreMulSum
 from .stream import find as find_stream, find_event
 
-# C function -> its operation, and its arguments up to the communicator and the stream; `buffer` is sent and received.
+# C function -> (operation, arguments before the communicator and the stream); `buffer` is both send and recv buffer.
 _CALLS: dict[str, tuple[Kind, str]] = {
     "ncclReduce": (algorithms.REDUCE, "send_ptr recv_ptr count dtype op peer"),
     "ncclBcast": (algorithms.BROADCAST, "buffer count dtype peer"),
@@ -35,27 +34,27 @@ _CALLS: dict[str, tuple[Kind, str]] = {
     "ncclSend": (algorithms.SEND, "send_ptr count dtype peer"),
     "ncclRecv": (algorithms.RECV, "recv_ptr count dtype peer"),
 }
-# In the order in which a call takes them; peer is the root or the peer.
+# The order in which `call` unpacks them; peer is the root or the peer.
 _ARGUMENTS = ("send_ptr", "recv_ptr", "count", "dtype", "op", "peer", "comm", "stream", "config")
 _ABSENT = 0
 
 
 def _define(name: str, kind: Kind, arguments: str) -> None:
     """Export the C function `name` with these arguments."""
-    given = arguments.replace("buffer", "send_ptr").split()
-    places = {argument: place for place, argument in enumerate(given)}
+    names = arguments.replace("buffer", "send_ptr").split()
+    positions = {argument: position for position, argument in enumerate(names)}
     if "buffer" in arguments:
-        places["recv_ptr"] = places["send_ptr"]
-    pick = itemgetter(*(places.get(argument, len(given)) for argument in _ARGUMENTS))
+        positions["recv_ptr"] = positions["send_ptr"]
+    pick = itemgetter(*(positions.get(argument, len(names)) for argument in _ARGUMENTS))
 
     def call(*values: Any) -> None:
         """Check the call and run or queue it."""
         send_ptr, recv_ptr, count, dtype, op, peer, comm, stream, config = pick((*values, _ABSENT))
         started = check_coll_config(name, config) if config else 0
         event = find_event(started) if started else None
-        own = find(comm)
-        own.check_usable()
-        operation = Operation(kind, own, send_ptr or 0, recv_ptr or 0, count, dtype, op, peer)
+        communicator = find(comm)
+        communicator.check_usable()
+        operation = Operation(kind, communicator, send_ptr or 0, recv_ptr or 0, count, dtype, op, peer)
         operation.check()
         group.issue(operation, find_stream(stream) if stream else None, event)
 
@@ -86,7 +85,9 @@ def ncclRedOpCreatePreMulSum(op: Any, scalar: int | None, dtype: int, residence:
 @export
 def ncclRedOpDestroy(op: int, comm: Comm) -> None:
     if comm.premul.pop(op, None) is None:
-        raise invalid_argument(f"ncclRedOpDestroy: op {op} is not one that ncclRedOpCreatePreMulSum made for this comm")
+        raise invalid_argument(
+            f"ncclRedOpDestroy: op is {op}; expected an operator from ncclRedOpCreatePreMulSum for this comm"
+        )
 
 
 # Groups
@@ -108,4 +109,4 @@ def ncclGroupSimulateEnd(info: Any) -> None:
         check_struct(info.contents)
     seconds = group.simulate_end()
     if info:
-        info.contents.estimatedTime = seconds * 1e6  # NCCL's unit is a microsecond
+        info.contents.estimatedTime = seconds * 1e6  # in microseconds

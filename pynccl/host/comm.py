@@ -1,4 +1,4 @@
-"""The record behind an ncclComm_t: its ranks, the order of its operations, and how it fails."""
+"""The state behind an ncclComm_t: its ranks, the order of its operations, and its failure."""
 
 from __future__ import annotations
 
@@ -18,94 +18,94 @@ from .failure import HostFailure, TransportFailure, invalid_argument, invalid_us
 from .link import link_of, sleep_until
 from .memory import Scratch
 from .reduction import PreMulSum
-from .rendezvous import MeetingPlace
+from .rendezvous import Rendezvous
 from .shared import SharedMemory
 from .transport import Transport
 from .watchdog import Activity
 
 TIMEOUT_VARIABLE = "PYNCCL_HOST_TIMEOUT"
 
-# What a rank that fails tells its peers: {"verdict": text} or {"culprit": rank, "why": text}.
-Reason = dict[str, Any]
+# Sent to the peers by a rank that fails: {"verdict": text} or {"culprit": rank, "why": text}.
+FailureNotice = dict[str, Any]
 
-# Handles are numbers in a table and never addresses, so a stale one is an error and not a crash.
+# Handles are table keys, not addresses, so a stale handle raises an error instead of crashing.
 _handles = itertools.count(0xC0110000, 0x10)
 _communicators: dict[int, Comm] = {}
 
 
 def find(handle: int | None) -> Comm:
-    """The communicator of a handle; HostFailure if it never was one or was destroyed."""
+    """Return the communicator of a handle. Raises HostFailure if it is unknown or was destroyed."""
     comm = _communicators.get(handle or 0)
     if comm is None:
         text = "NULL" if not handle else f"{handle:#x}"
-        raise invalid_argument(f"comm is {text}, which is not a communicator or was destroyed or aborted before")
+        raise invalid_argument(f"comm is {text}; expected a communicator that was not destroyed or aborted")
     return comm
 
 
-def all_of_process() -> list[Comm]:
+def all_communicators() -> list[Comm]:
     return list(_communicators.values())
 
 
 def after_fork() -> None:
-    """In a forked child: leave the connections to the parent, whose they are."""
-    for comm in all_of_process():
+    """In a forked child: invalidate all communicators, whose connections belong to the parent."""
+    for comm in all_communicators():
         comm.after_fork()
     _communicators.clear()
 
 
 def set_timeout(handle: int, timeout: float) -> None:
-    """Seconds that every wait of a communicator may take from now on, whatever PYNCCL_HOST_TIMEOUT says."""
+    """Set the timeout in seconds of every later wait of a communicator, overriding PYNCCL_HOST_TIMEOUT."""
     comm = find(handle)
     comm.timeout = timeout
-    if comm._transport is not None:  # one rank alone has none
-        comm._transport.limit = timeout
+    if comm._transport is not None:  # None for a single rank
+        comm._transport.timeout = timeout
 
 
 def seconds(variable: str, default: float = 600.0) -> float:
-    """A number of seconds from the environment."""
+    """Read a number of seconds from an environment variable."""
     text = os.environ.get(variable, "")
     try:
         value = float(text) if text else default
     except ValueError:
         value = -1.0
     if not 0 < value < math.inf:
-        raise invalid_argument(f"{variable}={text!r}: expected a number of seconds above 0, such as 600")
+        raise invalid_argument(f"{variable}={text!r}: expected a positive number of seconds, such as 600")
     return value
 
 
 class Work(Protocol):
-    """What a communicator runs in its turn: one collective, or all sends and receives of a group at once."""
+    """A unit of execution of a communicator: one collective, or all sends and receives of a group."""
 
     def run(self) -> None: ...
 
     def traffic(self) -> tuple[int, float]:
-        """(steps, bytes on the wire)"""
+        """Return (steps, bytes on the wire)."""
 
     def describe(self) -> str: ...
 
 
 class Background:
-    """What a communicator does beside its operations: nothing, until `rma` replaces this by its own."""
+    """Background work of a communicator: none, until `rma` replaces it with its own."""
 
     @property
     def busy(self) -> bool:
         return False
 
     def flush(self) -> None:
-        """Wait until all of it is done."""
+        """Wait for all background work."""
 
     def wake(self) -> None:
-        """The communicator has failed: let nobody wait any longer."""
+        """Wake all waiting threads because the communicator has failed."""
 
     def close(self) -> None:
-        """The user's memory is not to be touched any more."""
+        """Stop accessing the user's memory."""
 
 
 class Comm:
     """One rank's end of a communicator.
 
-    Operations execute in the order in which this rank issued them, whichever streams they are on: each takes a ticket
-    when it is issued and runs when its number comes up.
+    Operations execute in the order in which this rank issued them, across streams: each takes a ticket when it is
+    issued and runs when that ticket is next.
     """
 
     def __init__(self, rank: int, size: int, device: int) -> None:
@@ -115,27 +115,27 @@ class Comm:
         self.timeout = seconds(TIMEOUT_VARIABLE)
         self.scratch = Scratch()
         self.premul: dict[int, PreMulSum] = {}
-        self.meeting: MeetingPlace | None = None  # where its ranks have met
-        self.local = True  # all ranks are on this machine
+        self.rendezvous: Rendezvous | None = None  # how its ranks found each other
+        self.local = True  # all ranks are on this node
         self.failure: HostFailure | None = None
-        self.split_error = ""  # of a split, which is no failure of its parent
+        self.split_error = ""  # of the last failed split, which does not fail this communicator
         self.initialized = self.finalized = self.suspended = False
         self.rma_signals = self.rma_contexts = 1
         self.registrations: dict[int, tuple[int, int]] = {}
-        self.shrinks: Counter[str] = Counter()  # how often it shrank, by whom it excluded
+        self.shrinks: Counter[str] = Counter()  # number of shrinks per list of excluded ranks
         self.rma = Background()
-        # Entered by `with`, which Ctrl-C cannot leave locked: a Condition's own __enter__ is Python code, and it can.
+        # Use `with self.mutex`: Ctrl-C inside Condition.__enter__, which is Python code, could leave the lock held.
         self.mutex = threading.RLock()
-        self.lock = threading.Condition(self.mutex)  # told when the next ticket's time has come, and of a failure
+        self.lock = threading.Condition(self.mutex)  # notified when the next ticket may run, and on failure
         self._transport: Transport | None = None
-        self.shared: SharedMemory | None = None  # through which the collectives go, where the ranks have it
+        self.shared: SharedMemory | None = None  # used for collectives and messages if the ranks share memory
         self._waiting = 0
         self._issued = self._served = 0
         self.set_rank(rank, size)
         _communicators[self.handle] = self
 
     def set_rank(self, rank: int, size: int) -> None:
-        """Say which rank of how many this is, once, before it connects."""
+        """Set rank and world size, once, before connecting."""
         self.rank, self.size = rank, size
         self.peers = [peer for peer in range(size) if peer != rank]
         self.activity = Activity(size)
@@ -143,19 +143,19 @@ class Comm:
     @property
     def transport(self) -> Transport:
         if self._transport is None:
-            raise self.failure or invalid_usage("the communicator is not connected (destroyed, or not yet initialised)")
+            raise self.failure or invalid_usage("the communicator is not connected (destroyed, or not yet initialized)")
         return self._transport
 
-    def use(self, channels: Mapping[int, Channels]) -> None:
-        """Begin to use connections to all peers; the communicator is not initialized yet."""
+    def set_channels(self, channels: Mapping[int, Channels]) -> None:
+        """Set the connections to all peers. The communicator is not initialized yet."""
         transport = Transport(self.rank, channels, self.activity, self.timeout)
         with self.mutex:
             self._transport = transport
         if self.failure is not None:  # aborted meanwhile
-            transport.abort(self.because(f"it failed: {self.failure.text}"), TransportFailure(self.failure.text))
+            transport.abort(self.failure_notice(f"it failed: {self.failure.text}"), TransportFailure(self.failure.text))
 
-    def begin(self, shared: SharedMemory | None) -> None:
-        """It is initialized, and its ranks share memory or do not."""
+    def mark_initialized(self, shared: SharedMemory | None) -> None:
+        """Mark the communicator as initialized. shared: the ranks' shared memory, if any."""
         with self.mutex:
             self.shared, self.initialized = shared, True
         if shared is not None and self.failure is not None:
@@ -165,9 +165,9 @@ class Comm:
 
     def check_usable(self) -> None:
         if self.failure is not None:
-            raise HostFailure(self.failure.code, f"the communicator failed before: {self.failure.text}")
+            raise HostFailure(self.failure.code, f"the communicator has already failed: {self.failure.text}")
         if not self.initialized:
-            raise invalid_usage("the communicator is still being initialised; end the group that does so first")
+            raise invalid_usage("the communicator is still being initialized; end the group that creates it first")
         if self.finalized:
             raise invalid_usage("the communicator was finalized; it can only be destroyed")
         if self.suspended:
@@ -179,7 +179,7 @@ class Comm:
             return self._issued - 1
 
     def run(self, ticket: int, works: Sequence[Work]) -> None:
-        """Execute what was issued under `ticket`, when its turn has come. Raises HostFailure, which sticks."""
+        """Execute the work of `ticket` when it is next. A HostFailure also fails the communicator for good."""
         try:
             if self._served != ticket or self.failure is not None:
                 self._await(lambda: self._served == ticket)
@@ -188,7 +188,7 @@ class Comm:
         except HostFailure as failure:
             raise self.fail(failure) from failure.__cause__
         except TransportFailure as failure:
-            raise self._fail_for(failure, self._what()) from failure
+            raise self._fail_for(failure, self._current_call()) from failure
         except KeyboardInterrupt:
             self.interrupt()
             raise
@@ -197,13 +197,13 @@ class Comm:
             self.fail(HostFailure(Result.INTERNAL_ERROR, f"{works[0].describe()}: {lines[-1].strip()}"))
             raise
         finally:
-            self._served += 1  # only the operation whose turn it is gets here, unless all of them fail
+            self._served += 1  # only the ticket that is next gets here, unless all fail
             if self._waiting:
                 with self.mutex:
                     self.lock.notify_all()
 
     def _await(self, condition: Callable[[], bool]) -> None:
-        """Wait for `condition`; raise the failure if there is one first."""
+        """Wait for `condition`; raise the communicator's failure if it fails meanwhile."""
         with self.mutex:
             self._waiting += 1
             try:
@@ -235,40 +235,40 @@ class Comm:
 
     @property
     def static_bytes(self) -> int:
-        """Bytes that it keeps through a suspend, which gives back its scratch memory."""
+        """Bytes kept during a suspend, which releases only the scratch memory."""
         shared = self.shared.nbytes if self.shared is not None else 0
         return shared + (self._transport.nbytes if self._transport is not None else 0)
 
     # Failure and end
 
-    def _what(self) -> str:
+    def _current_call(self) -> str:
         return f"{self.activity.describe()} on rank {self.rank} of {self.size}"
 
-    def _fail_for(self, failure: TransportFailure, what: str) -> HostFailure:
-        """A broken exchange as the failure of this communicator, unless it broke because of an earlier one."""
+    def _fail_for(self, failure: TransportFailure, call: str) -> HostFailure:
+        """Fail the communicator after a broken exchange in call `call`. An earlier failure takes precedence."""
         if failure.verdict:
             return self.fail(invalid_usage(failure.verdict), {"verdict": failure.verdict})
-        text = f"{what}: {failure}"
+        text = f"{call}: {failure}"
         if failure.timed_out:
             text += f" ({TIMEOUT_VARIABLE} is {self.timeout:g} s)"
-        # Of "lost rank 2: its process has ended", what those hear whom this rank tells is the end.
+        # Of "lost rank 2: its process has ended", send the peers the part after the colon.
         why = str(failure).partition(": ")[2] or str(failure)
-        reason: Reason = {"culprit": failure.culprit, "why": why}
-        return self.fail(HostFailure(Result.REMOTE_ERROR, text), reason)
+        notice: FailureNotice = {"culprit": failure.culprit, "why": why}
+        return self.fail(HostFailure(Result.REMOTE_ERROR, text), notice)
 
-    def poll(self, what: str) -> None:
-        """Fail, and raise HostFailure, if a peer has failed or is gone."""
+    def poll(self, call: str) -> None:
+        """Fail the communicator and raise HostFailure if a peer has failed or its process has exited."""
         transport = self._transport
         if self.failure is None and transport is not None:
             try:
                 transport.poll()
             except TransportFailure as failure:
-                self._fail_for(failure, what)
+                self._fail_for(failure, call)
         if self.failure is not None:
             raise self.failure
 
-    def fail(self, failure: HostFailure, reason: Reason | None = None) -> HostFailure:
-        """Make the first failure stick, wake everybody who waits here, and tell the peers the reason by closing."""
+    def fail(self, failure: HostFailure, notice: FailureNotice | None = None) -> HostFailure:
+        """Record the first failure, wake waiting threads, and send the peers `notice`. Return the first failure."""
         with self.mutex:
             first = self.failure is None
             if first:
@@ -277,20 +277,20 @@ class Comm:
             transport = self._transport
             self.lock.notify_all()
         if first and transport is not None:
-            transport.abort(reason or self.because(f"it failed: {failure.text}"), TransportFailure(failure.text))
+            transport.abort(notice or self.failure_notice(f"it failed: {failure.text}"), TransportFailure(failure.text))
             if self.shared is not None:
                 self.shared.wake()
         self.rma.wake()
         return self.failure or failure
 
     def interrupt(self) -> None:
-        """Ctrl-C ended an operation: nothing more can be done here, as the others are told."""
-        after = "it cannot be used any more: abort() it and make another"
-        failure = HostFailure(Result.SYSTEM_ERROR, f"{self._what()} was interrupted (Ctrl-C), and {after}")
-        self.fail(failure, self.because("it was interrupted (Ctrl-C)"))
+        """Fail the communicator because Ctrl-C ended an operation."""
+        advice = "abort() this communicator and create a new one"
+        failure = HostFailure(Result.SYSTEM_ERROR, f"{self._current_call()} was interrupted (Ctrl-C); {advice}")
+        self.fail(failure, self.failure_notice("it was interrupted (Ctrl-C)"))
 
-    def because(self, why: str) -> Reason:
-        """What the peers are told of an end that this rank wanted."""
+    def failure_notice(self, why: str) -> FailureNotice:
+        """Return the notice to the peers if this rank itself is the culprit."""
         return {"culprit": self.rank, "why": why}
 
     def forget(self) -> None:
@@ -298,7 +298,7 @@ class Comm:
         _communicators.pop(self.handle, None)
 
     def destroy(self) -> None:
-        """Forget the handle; connections close once everything issued has run, and the peers have done the same."""
+        """Invalidate the handle, wait for all issued work, and close the connections."""
         self.forget()
         self.flush()
         self.rma.close()
@@ -307,30 +307,32 @@ class Comm:
             if self.shared is not None:
                 self.shared.wake()
         self.failure = self.failure or invalid_usage("the communicator was destroyed")
-        self._drop()
+        self._release()
 
     def abort(self) -> None:
-        """Forget the handle, close the connections now, wake an operation that is blocked in them."""
+        """Invalidate the handle, close the connections at once, and wake blocked operations."""
         self.forget()
         why = "it aborted the communicator" + (f", after {self.split_error}" if self.split_error else "")
-        self.fail(invalid_usage("the communicator was aborted"), self.because(why))
+        self.fail(invalid_usage("the communicator was aborted"), self.failure_notice(why))
         self.rma.close()
-        self._drop()
+        self._release()
 
-    def _drop(self) -> None:
-        """Let go of the connections and the memory; a thread that is still inside holds them until it leaves."""
+    def _release(self) -> None:
+        """Release the connections and the memory; a thread still using them keeps them alive until it returns."""
         if self.shared is not None:
             self.shared.close()
         self._transport = self.shared = None
-        self.activity.describe = str  # of the last operation, which refers to all this
+        self.activity.describe = str  # breaks the cycle through the last operation
 
     def after_fork(self) -> None:
         """In a forked child."""
         self.mutex = threading.RLock()
         self.lock = threading.Condition(self.mutex)
-        self.failure = invalid_usage("the communicator was inherited through a fork, where it cannot work")
+        self.failure = invalid_usage(
+            "the communicator was inherited through a fork; create a new one in the child process"
+        )
         if self._transport is not None:
             self._transport.close()
         if self.shared is not None:
             self.shared.after_fork()
-        self._drop()
+        self._release()

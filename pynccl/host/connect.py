@@ -1,9 +1,8 @@
-"""The connections between the ranks of one communicator: who listens where, who dials whom, and who may come in.
+"""Establish the connections between the ranks of one communicator.
 
-Every rank listens for as long as this takes, tells the others where (an endpoint), dials the ranks below it and accepts
-those above, in this order: so each that dials is accepted in the end. Who knows the listener's token, as only the ranks
-do, is admitted (see `admission`); whatever else connects is closed. A rank that dials goes on only when it was
-admitted, and dials again if it was lost in a crowd.
+Every rank listens, publishes its endpoint, connects to the lower ranks, and then accepts the higher ranks. This order
+has no deadlock. A connection is accepted only if it knows the listener's token, which only the ranks have (see
+`admission`); all others are closed. A rank retries if the listener dropped its connection before the handshake.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ..admission import STRANGER_SECONDS, Acceptor, Caller, listen
+from ..admission import HANDSHAKE_SECONDS, Acceptor, ClientHandshake, listen
 from ..bindings.abi import Result
-from .failure import HostFailure, exiting, none_left
-from .interfaces import VARIABLES, machine_mark, own_addresses
+from .failure import HostFailure, exiting, out_of_descriptors
+from .interfaces import VARIABLES, local_addresses, node_id
 
-ENDPOINT_BYTES = 496  # of an endpoint that travels in a table
+ENDPOINT_BYTES = 496  # size of a serialized endpoint
 
 _DIAL_SECONDS = 2.0
 _TICK_SECONDS = 0.2
 _RETRY_SECONDS = 0.05
 _PROBE_SECONDS = 1.0
-_MOST_ADDRESSES = 4
+_MAX_ADDRESSES = 4
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 
 
@@ -37,7 +36,7 @@ class Channels(NamedTuple):
     """The three connections to a peer."""
 
     data: socket.socket  # collectives, sends and receives
-    control: socket.socket  # what ranks tell each other about themselves
+    control: socket.socket  # the status of the ranks
     rma: socket.socket  # one-sided writes
 
 
@@ -49,26 +48,26 @@ Key = tuple[int, int]  # peer, channel
 class Endpoint(NamedTuple):
     """Where a rank listens."""
 
-    machine: str
+    node_id: str
     hosts: list[str]
     port: int
     token: str
 
 
 class Listener:
-    """Where this rank waits for those above it; open until all have come."""
+    """The listening socket of this rank, open until all higher ranks have connected."""
 
     def __init__(self, local: bool) -> None:
-        """local: all ranks are on this machine."""
+        """local: all ranks are on this node."""
         _raise_files_limit()
         self.sock = listen(local)
         self.token = secrets.token_bytes(16)
-        self._hosts = [] if local else own_addresses()[:_MOST_ADDRESSES]
+        self._hosts = [] if local else local_addresses()[:_MAX_ADDRESSES]
 
     @property
     def endpoint(self) -> str:
-        """An `Endpoint` as text of at most ENDPOINT_BYTES."""
-        mine = Endpoint(machine_mark(), self._hosts, self.sock.getsockname()[1], self.token.hex())
+        """Serialize an `Endpoint` in at most ENDPOINT_BYTES."""
+        mine = Endpoint(node_id(), self._hosts, self.sock.getsockname()[1], self.token.hex())
         return json.dumps(mine)
 
     def close(self) -> None:
@@ -76,7 +75,7 @@ class Listener:
 
 
 def _raise_files_limit() -> None:
-    """As NCCL does: communicators of many ranks take more descriptors than the soft limit allows on most systems."""
+    """Raise the limit of open files, as NCCL does: many ranks need more descriptors than most soft limits allow."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with contextlib.suppress(ValueError, OSError):
@@ -88,73 +87,73 @@ def read_endpoint(text: str) -> Endpoint:
 
 
 def pairs_in_process(size: int) -> list[dict[int, Channels]]:
-    """For each rank, its connections to the others, where all are in this process."""
-    made: list[dict[int, Channels]] = [{} for _ in range(size)]
+    """Return the connections of each rank to the others, when all ranks are in this process."""
+    channels: list[dict[int, Channels]] = [{} for _ in range(size)]
     for low in range(size):
         for high in range(low + 1, size):
             ends = [socket.socketpair() for _ in _CHANNELS]
-            made[low][high] = Channels(*(mine for mine, _ in ends))
-            made[high][low] = Channels(*(theirs for _, theirs in ends))
-    return made
+            channels[low][high] = Channels(*(mine for mine, _ in ends))
+            channels[high][low] = Channels(*(theirs for _, theirs in ends))
+    return channels
 
 
 class Connecting:
-    """One rank's part in connecting all of them."""
+    """The connection setup of one rank with all of its peers."""
 
     def __init__(
         self,
         listener: Listener,
         rank: int,
         endpoints: Sequence[str],
-        what: str,
+        call: str,
         names: Sequence[str],
         check: Callable[[], None],
     ) -> None:
-        """names: of the ranks, for messages. check: raises HostFailure where the ranks need not be waited for."""
-        self._listener, self._rank, self._what, self._names, self._check = listener, rank, what, names, check
+        """names: of the ranks, for error messages. check: raises HostFailure if waiting is pointless."""
+        self._listener, self._rank, self._call, self._names, self._check = listener, rank, call, names, check
         self._endpoints = [read_endpoint(text) for text in endpoints]
-        self._made: dict[Key, socket.socket] = {}
-        self._awaited = {(peer, c) for peer in range(rank + 1, len(endpoints)) for c in _CHANNELS}
+        self._connected: dict[Key, socket.socket] = {}
+        self._missing = {(peer, c) for peer in range(rank + 1, len(endpoints)) for c in _CHANNELS}
         self._probe_at = time.monotonic() + _PROBE_SECONDS
         self._selector = selectors.DefaultSelector()
         self._acceptor = Acceptor(listener.sock, self._selector, listener.token, self._admit)
 
     def run(self, timeout: float) -> dict[int, Channels]:
-        """Peer -> connections. Raises HostFailure(ncclRemoteError) for a rank that is gone, and at the deadline."""
+        """Return {peer: connections}. Raises HostFailure(ncclRemoteError) if a rank has exited, and at the deadline."""
         deadline = time.monotonic() + timeout
         try:
             for peer in range(self._rank):
                 for channel in _CHANNELS:
-                    self._made[peer, channel] = self._dial(peer, channel, deadline, timeout)
-            while self._awaited:
+                    self._connected[peer, channel] = self._dial(peer, channel, deadline, timeout)
+            while self._missing:
                 self._serve(_TICK_SECONDS)
                 self._acceptor.drop()
-                self._probe_awaited()
-                self._check_deadline({peer for peer, _ in self._awaited}, deadline, timeout)
+                self._probe_missing()
+                self._check_deadline({peer for peer, _ in self._missing}, deadline, timeout)
         except BaseException:
-            for sock in self._made.values():
+            for sock in self._connected.values():
                 sock.close()
             raise
         finally:
             self._acceptor.drop(0, 0.0)
             self._selector.close()
             self._listener.close()
-        for sock in self._made.values():
+        for sock in self._connected.values():
             self._configure(sock)
         peers = [peer for peer in range(len(self._endpoints)) if peer != self._rank]
-        return {peer: Channels(*(self._made[peer, c] for c in _CHANNELS)) for peer in peers}
+        return {peer: Channels(*(self._connected[peer, c] for c in _CHANNELS)) for peer in peers}
 
     def _dial(self, peer: int, channel: int, deadline: float, timeout: float) -> socket.socket:
-        """Connect and be admitted, which a peer that still dials itself may let wait."""
+        """Connect to a peer and complete the handshake, which the peer may delay while it connects itself."""
         while True:
             sock = self._connect(peer, deadline)
             try:
                 sock.settimeout(_TICK_SECONDS)
-                caller = Caller(sock, bytes.fromhex(self._endpoints[peer].token), (self._rank, channel))
+                caller = ClientHandshake(sock, bytes.fromhex(self._endpoints[peer].token), (self._rank, channel))
                 while not caller.step():
                     self._check_deadline({peer}, deadline, timeout)
                 return sock
-            except OSError:  # lost among strangers, or the peer's process is gone, which the next attempt finds out
+            except OSError:  # dropped by the listener, or the peer has exited, which the next attempt detects
                 sock.close()
             except BaseException:
                 sock.close()
@@ -164,7 +163,7 @@ class Connecting:
 
     def _hosts(self, peer: int) -> list[str]:
         target = self._endpoints[peer]
-        return ["127.0.0.1"] if target.machine == machine_mark() else target.hosts
+        return ["127.0.0.1"] if target.node_id == node_id() else target.hosts
 
     def _connect(self, peer: int, deadline: float) -> socket.socket:
         target = self._endpoints[peer]
@@ -175,67 +174,67 @@ class Connecting:
                     left = max(min(_DIAL_SECONDS, deadline - time.monotonic()), 0.001)
                     sock = socket.create_connection((host, target.port), timeout=left)
                 except OSError as error:
-                    if none_left(error):
+                    if out_of_descriptors(error):
                         raise
                     reasons.append(f"{host}: {error}")
-                    silent |= isinstance(error, TimeoutError)  # a crowd at its door, or an address not to be had here
+                    silent |= isinstance(error, TimeoutError)  # its backlog is full, or no route to this address
                 else:
                     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                     return sock
             self._check()
             if not silent or time.monotonic() > deadline or exiting.is_set():
                 break
-        why = "; ".join(reasons) or f"it has no address; set {VARIABLES[0]} there"
+        why = "; ".join(reasons) or f"it has no address; set {VARIABLES[0]} on its node"
         raise HostFailure(
             Result.REMOTE_ERROR,
-            f"{self._what}: {self._names[peer]} cannot be reached at port {target.port} ({why}): its process has "
-            f"ended or could not go on{self._network(target)}",
+            f"{self._call}: cannot reach {self._names[peer]} at port {target.port} ({why}): its process has ended or "
+            f"failed{self._network(target)}",
         )
 
     @staticmethod
     def _network(target: Endpoint) -> str:
-        if target.machine == machine_mark():
-            return ", look for its first error"
-        return f", or the network is not open between the machines; {VARIABLES[0]} names the interface to use"
+        if target.node_id == node_id():
+            return "; look for its first error"
+        return f", or the network blocks connections between the nodes; set {VARIABLES[0]} to the interface to use"
 
     def _serve(self, timeout: float) -> None:
-        """Handle what comes within so many seconds."""
+        """Handle incoming connections and handshakes for up to `timeout` seconds."""
         for ready, _ in self._selector.select(timeout):
             self._acceptor.handle(ready.fileobj)  # type: ignore[arg-type]
 
-    def _admit(self, sock: socket.socket, who: Key) -> None:
-        """Take the connection of a peer."""
-        rank, channel = who
+    def _admit(self, sock: socket.socket, caller_id: Key) -> None:
+        """Accept the connection of a peer."""
+        rank, channel = caller_id
         if not self._rank < rank < len(self._endpoints) or channel not in _CHANNELS:
             sock.close()
             return
-        if (earlier := self._made.pop((rank, channel), None)) is not None:
+        if (earlier := self._connected.pop((rank, channel), None)) is not None:
             earlier.close()
-        self._made[rank, channel] = sock
-        self._awaited.discard((rank, channel))
+        self._connected[rank, channel] = sock
+        self._missing.discard((rank, channel))
 
-    def _probe_awaited(self) -> None:
-        """A rank that has not dialled yet still listens; if nobody does at its port, its process has ended."""
+    def _probe_missing(self) -> None:
+        """Raise HostFailure if a rank that has not connected yet no longer listens: its process has exited."""
         if time.monotonic() < self._probe_at:
             return
         self._probe_at = time.monotonic() + _PROBE_SECONDS
-        for peer in sorted({peer for peer, _ in self._awaited}):
-            if self._refuses(peer):
-                self._serve(0)  # it may have dialled just before
-                self._acceptor.drop(0, STRANGER_SECONDS)
-                if any(awaited == peer for awaited, _ in self._awaited):
-                    why = "nobody listens at its port any more: its process has ended or could not go on"
-                    raise HostFailure(Result.REMOTE_ERROR, f"{self._what}: lost {self._names[peer]}: {why}")
+        for peer in sorted({peer for peer, _ in self._missing}):
+            if self._port_closed(peer):
+                self._serve(0)  # it may have connected just before
+                self._acceptor.drop(0, HANDSHAKE_SECONDS)
+                if any(awaited == peer for awaited, _ in self._missing):
+                    why = "its port is closed: its process has ended or failed"
+                    raise HostFailure(Result.REMOTE_ERROR, f"{self._call}: lost {self._names[peer]}: {why}")
 
-    def _refuses(self, peer: int) -> bool:
-        """Whether nobody listens where the peer did. Silence may mean a network that is slow."""
+    def _port_closed(self, peer: int) -> bool:
+        """Return whether the peer's port is closed. No response may mean a slow network, so it counts as open."""
         for host in self._hosts(peer):
             try:
                 socket.create_connection((host, self._endpoints[peer].port), timeout=_DIAL_SECONDS).close()
             except ConnectionRefusedError:
                 continue
             except OSError as error:
-                if none_left(error):  # so nobody can be accepted either
+                if out_of_descriptors(error):  # then nothing can be accepted either
                     raise
                 return False
             return False
@@ -245,15 +244,15 @@ class Connecting:
         self._check()
         late = time.monotonic() > deadline
         if missing and (late or exiting.is_set()):
-            who = ", ".join(self._names[peer] for peer in sorted(missing))
-            why = f"within {timeout:g} s, frozen or late" if late else "before the process exits"
-            raise HostFailure(Result.REMOTE_ERROR, f"{self._what}: {who} did not connect {why}")
+            names = ", ".join(self._names[peer] for peer in sorted(missing))
+            why = f"within {timeout:g} s (frozen or late)" if late else "before the process exits"
+            raise HostFailure(Result.REMOTE_ERROR, f"{self._call}: {names} did not connect {why}")
 
     @staticmethod
     def _configure(sock: socket.socket) -> None:
         sock.setblocking(False)
-        with contextlib.suppress(OSError):  # closed again already, which the first wait finds out
-            if not sock.getpeername()[0].endswith("127.0.0.1"):  # a machine that loses power says nothing
+        with contextlib.suppress(OSError):  # already closed, which the first wait reports
+            if not sock.getpeername()[0].endswith("127.0.0.1"):  # detect a node that lost power
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 for option, seconds in _KEEPALIVE.items():
                     sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), seconds)

@@ -1,7 +1,7 @@
-"""A connection to one peer: the messages that are under way on it, and what the peer says of itself.
+"""A connection to one peer: its pending messages and the peer's status.
 
-A message is a header and its data. The header says which call the message belongs to, with the call as text, for the
-error that names both calls where they differ.
+A message is a header followed by data. The header identifies the call and has its text, so that a mismatch error can
+name both calls.
 """
 
 from __future__ import annotations
@@ -18,39 +18,39 @@ from .connect import Channels
 from .store import frame, take_frames
 
 HEAD_BYTES = 128
-HEAD = struct.Struct("<QQQ")  # form, bytes, number of the collective or message; then the call as text
+HEAD = struct.Struct("<QQQ")  # form, nbytes, sequence number; then the call as text
 TEXT_BYTES = HEAD_BYTES - HEAD.size
 
 FINALIZE, FAIL, STATUS = "finalize", "fail", "status"
 
 
 class Form(IntEnum):
-    """What a message belongs to."""
+    """The type of a message."""
 
     MESSAGE = 0  # a send
     COLLECTIVE = 1
-    ANSWER = 2  # to a send: it was received
+    ACK = 2  # acknowledges a send
 
 
 class Label(NamedTuple):
-    """What the header of a message says of the call that it belongs to."""
+    """The call that a message belongs to, as in its header."""
 
     form: Form
-    number: int  # of the collective; of the message between the two ranks
-    text: bytes  # TEXT_BYTES
+    number: int  # sequence number of the collective, or of the message between the two ranks
+    text: bytes  # of TEXT_BYTES
 
     def head(self, nbytes: int) -> bytes:
-        """What a header begins with; then comes the text."""
+        """Return the header without the text."""
         return HEAD.pack(self.form, nbytes, self.number)
 
 
 class Status(NamedTuple):
-    """What a rank waits for, as it tells its peers."""
+    """What a rank waits for, as sent to its peers."""
 
     call: str
-    round: int  # the number of its collective; 0 if it is in sends and receives
-    messages: list[tuple[bool, int, int]]  # its sends and receives: sending, peer, the number between the two ranks
-    needs: list[int]  # the ranks for which it waits
+    round: int  # sequence number of its collective; 0 if it is in sends and receives
+    messages: list[tuple[bool, int, int]]  # its sends and receives: (is send, peer, sequence number)
+    needs: list[int]  # the ranks that it waits for
 
 
 def header_text(text: str) -> bytes:
@@ -58,21 +58,21 @@ def header_text(text: str) -> bytes:
 
 
 class Transfer:
-    """One message that is sent or received."""
+    """One message in flight."""
 
-    __slots__ = ("answer", "connection", "done", "expected", "got", "head", "nbytes", "parts", "then")
+    __slots__ = ("ack", "ack_label", "connection", "done", "expected", "got", "head", "nbytes", "parts")
 
     def __init__(self, connection: Connection, head: bytes | bytearray, data: memoryview) -> None:
         self.connection, self.head, self.nbytes = connection, head, len(data)
         self.done = False
-        self.then: Label | None = None  # of the answer that a received message gets
-        self.answer: Transfer | None = None
-        self.got = 0  # bytes that have been moved, header included
-        self.expected = b""  # what the header that is received begins with
+        self.ack_label: Label | None = None  # a receive sends an acknowledgement with this label
+        self.ack: Transfer | None = None
+        self.got = 0  # bytes transferred, including the header
+        self.expected = b""  # required prefix of the received header
         self.parts: list[Any] = [head, data] if data else [head]
 
     def advance(self, moved: int) -> bool:
-        """So many bytes more; whether that was all."""
+        """Count `moved` more bytes; return whether the transfer is complete."""
         self.got += moved
         if self.got == HEAD_BYTES + self.nbytes:
             self.done = True
@@ -86,7 +86,7 @@ class Transfer:
 
 
 class Connection:
-    """What there is to know about one peer."""
+    """The sockets, queues and status of one peer."""
 
     def __init__(self, peer: int, channels: Channels) -> None:
         self.peer = peer
@@ -95,29 +95,29 @@ class Connection:
         self.recvs: deque[Transfer] = deque()
         self.inbox = bytearray()
         self.outbox = bytearray()
-        self.finalized = False  # it has left in order
-        self.failure: Mapping[str, Any] | None = None  # what it said when it failed
-        self.status: Status | None = None  # what it has been waiting for
-        self.ended_at = 0.0  # when the control connection ended, or it failed
-        self.why = ""
+        self.finalized = False  # it ended normally
+        self.failure: Mapping[str, Any] | None = None  # the notice that it sent when it failed
+        self.status: Status | None = None  # what it waits for
+        self.ended_at = 0.0  # when the control connection closed or the peer failed; 0.0 before
+        self.end_reason = ""
 
     @property
-    def lost(self) -> bool:
-        """Gone, and not in order."""
+    def peer_failed(self) -> bool:
+        """Whether the peer failed or exited without finalizing."""
         return self.ended_at > 0.0 and not self.finalized
 
     def send_control(self, message: Any) -> None:
-        """Say something on the control connection, which never blocks."""
+        """Queue a message on the control connection and send without blocking."""
         self.outbox += frame(message)
         self.flush_control()
 
     def flush_control(self) -> None:
-        with contextlib.suppress(OSError):  # it has gone, which reading finds out; or its buffer is full
+        with contextlib.suppress(OSError):  # the peer has gone, which read_control reports; or its buffer is full
             while self.outbox:
                 del self.outbox[: self.control.send(self.outbox)]
 
     def read_control(self) -> None:
-        """Read what the peer says of itself."""
+        """Read and handle the control messages of the peer."""
         if self.ended_at and self.failure is None:
             return
         try:
@@ -132,12 +132,12 @@ class Connection:
             for kind, message in take_frames(self.inbox):
                 self._take(kind, message)
         except (ValueError, TypeError) as error:
-            self.end(f"it sends what no rank sends ({error})")
+            self.end(f"it sent an invalid control message ({error})")
 
     def end(self, why: str) -> None:
-        """Nothing more is to be heard of it."""
+        """Record the end of the control connection."""
         if not self.ended_at:
-            self.ended_at, self.why = time.monotonic(), why
+            self.ended_at, self.end_reason = time.monotonic(), why
 
     def _take(self, kind: str, message: Any) -> None:
         if kind == FINALIZE:

@@ -1,8 +1,8 @@
-"""How a Python function becomes a C function: `export` registers it under its name, `function(name)` hands it out.
+"""C functions implemented in Python: `export` registers one under its name, `function(name)` returns its pointer.
 
-An exported function returns nothing for success and raises HostFailure for a result code; no exception gets out into
-C, where ctypes could only print it and return garbage. A parameter that is annotated `Comm` arrives as the communicator
-of the handle that C passed.
+An exported function returns None for success and raises HostFailure for other result codes. No exception reaches C,
+where ctypes would print it and return garbage. A parameter annotated `Comm` receives the communicator of the handle
+that the caller passed.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import Any
 from ..bindings.abi import FUNCTIONS, Result
 from . import group
 from .comm import find
-from .failure import HostFailure, last_error, none_left, of_system
+from .failure import HostFailure, last_error, out_of_descriptors, system_error
 from .version import VERSION
 
 _exports: dict[str, Callable[..., Any]] = {}
-_pointers: dict[str, Any] = {}  # kept for ever: C may hold the address
+_pointers: dict[str, Any] = {}  # kept alive: C may hold the address
 _pointers_lock = threading.Lock()
 
 
 class _Interrupt(threading.local):
-    """Ctrl-C that arrived inside a C function of this thread."""
+    """Whether Ctrl-C arrived inside a C function of this thread."""
 
     pending = False
 
@@ -34,7 +34,7 @@ _interrupt = _Interrupt()
 
 
 def function(name: str) -> Any:
-    """The C function pointer `name`; None if the host library, or the version that it poses as, does not have it."""
+    """Return the C function pointer `name`; None if the host library, or its reported version, does not have it."""
     if name not in _exports or FUNCTIONS[name].since > VERSION:
         return None
     with _pointers_lock:
@@ -59,11 +59,11 @@ def export(implementation: Callable[..., None], name: str = "") -> Callable[...,
         except HostFailure as failure:
             return _failed(failure)
         except KeyboardInterrupt:
-            _interrupt.pending = True  # for `take_interrupt`: from here nothing but a result code gets out
+            _interrupt.pending = True  # for `take_interrupt`: C receives only a result code
             return _failed(HostFailure(Result.SYSTEM_ERROR, f"{name}: interrupted"))
         except OSError as error:
-            found = of_system(name, error) if none_left(error) else None
-            return _failed(found or HostFailure(Result.INTERNAL_ERROR, traceback.format_exc()))
+            known = system_error(name, error) if out_of_descriptors(error) else None
+            return _failed(known or HostFailure(Result.INTERNAL_ERROR, traceback.format_exc()))
         except MemoryError as error:
             return _failed(HostFailure(Result.SYSTEM_ERROR, f"{name}: out of memory: {error}"))
         except BaseException:
@@ -74,18 +74,18 @@ def export(implementation: Callable[..., None], name: str = "") -> Callable[...,
 
 
 def export_plain(implementation: Callable[..., Any]) -> Callable[..., Any]:
-    """Register a C function that returns something else; it must not raise."""
+    """Register a C function with another return type. It must not raise."""
     _exports[implementation.__name__] = implementation
     return implementation
 
 
 def take_interrupt() -> bool:
-    """Whether a C function of this thread failed because of Ctrl-C; the caller then raises KeyboardInterrupt. Once."""
+    """Return whether Ctrl-C interrupted a C function of this thread, and reset it. The caller raises the exception."""
     pending, _interrupt.pending = _interrupt.pending, False
     return pending
 
 
 def _failed(failure: HostFailure) -> int:
-    group.refuse(failure)
+    group.mark_failed(failure)
     last_error.text = failure.text
     return int(failure.code)

@@ -1,4 +1,4 @@
-"""What went wrong in the host library: a result code with a message, and the last message for ncclGetLastError."""
+"""Errors of the host library: result codes with messages, and the message of ncclGetLastError."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..bindings.abi import Result
 
 
 class HostFailure(Exception):
-    """Becomes the result code of the C function; `text` becomes the last error."""
+    """An error of a C function: `code` is its result, `text` becomes the last error."""
 
     def __init__(self, code: Result, text: str) -> None:
         super().__init__(text)
@@ -19,10 +19,10 @@ class HostFailure(Exception):
 
 
 class TransportFailure(Exception):
-    """An exchange with the peers broke; the communicator turns it into a HostFailure that names the operation.
+    """A failed exchange with peers, which the communicator turns into a HostFailure that names the operation.
 
-    culprit  the rank because of which; None where none is to blame
-    verdict  how the calls of the ranks disagree: that is then the whole message
+    culprit  the rank that caused it, or None
+    verdict  for mismatched calls: the complete message
     """
 
     def __init__(self, text: str, *, timed_out: bool = False, culprit: int | None = None, verdict: str = "") -> None:
@@ -30,7 +30,7 @@ class TransportFailure(Exception):
         self.timed_out, self.culprit, self.verdict = timed_out, culprit, verdict
 
 
-# What ncclGetErrorString says.
+# The texts of ncclGetErrorString.
 REASONS: dict[int, str] = {
     Result.SUCCESS: "no error",
     Result.UNHANDLED_CUDA_ERROR: "unhandled cuda error",
@@ -44,16 +44,18 @@ REASONS: dict[int, str] = {
 }
 
 
-def none_left(error: BaseException) -> bool:
-    """Whether this process, or the machine, has no descriptor left: which says nothing of the peer."""
+def out_of_descriptors(error: BaseException) -> bool:
+    """Return whether this process or machine has run out of file descriptors, which is not the peer's fault."""
     return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
 
 
-def of_system(name: str, error: OSError) -> HostFailure:
-    """What the C function `name` fails with where the system refuses something."""
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    advice = f": this process may have {most:,} (ulimit -n); raise that, or end communicators first"
-    return HostFailure(Result.SYSTEM_ERROR, f"{name}: {error.strerror or error}{advice if none_left(error) else ''}")
+def system_error(name: str, error: OSError) -> HostFailure:
+    """Return the failure of the C function `name` for an operating system error."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    advice = f": the limit is {limit:,} (ulimit -n); raise it, or destroy communicators that you do not need"
+    return HostFailure(
+        Result.SYSTEM_ERROR, f"{name}: {error.strerror or error}{advice if out_of_descriptors(error) else ''}"
+    )
 
 
 def invalid_argument(text: str) -> HostFailure:
@@ -64,12 +66,12 @@ def invalid_usage(text: str) -> HostFailure:
     return HostFailure(Result.INVALID_USAGE, text)
 
 
-# Set when the process is about to exit: whoever waits for something in the background gives up.
+# Set when the process is about to exit: background waits end.
 exiting = threading.Event()
 
 
 class LastError:
-    """The newest message of the process. One assignment of a str is atomic, so threads need no lock."""
+    """The latest error message of the process. Assigning a str is atomic, so no lock is needed."""
 
     text = ""
 

@@ -1,4 +1,4 @@
-"""Communicators end: finalize, destroy, abort, revoke; or rest for a while."""
+"""End or suspend communicators: finalize, destroy, abort, revoke, suspend, resume."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def ncclCommAbort(comm: int | None) -> None:
 
 @export
 def ncclCommRevoke(comm: Comm, flags: int) -> None:
-    """The connections close, so the peers' operations fail too: with ncclRemoteError unless they revoke as well."""
+    """Close the connections, which also fails the peers' operations: with ncclRemoteError unless they revoke too."""
     check_flags("ncclCommRevoke", "revokeFlags", flags, [0], "0 (NCCL_REVOKE_DEFAULT)")
     revoked = "the communicator was revoked; shrink, destroy or abort it"
-    comm.fail(invalid_usage(revoked), comm.because("it revoked the communicator"))
+    comm.fail(invalid_usage(revoked), comm.failure_notice("it revoked the communicator"))
 
 
 @export

@@ -1,8 +1,8 @@
-"""Sleeping on a word of shared memory until another process has changed it: futex(2) through ctypes, without the GIL.
+"""Sleep on a word of shared memory until another process changes it: futex(2) through ctypes, without the GIL.
 
-A waker stores the word and then always calls FUTEX_WAKE; there is no second word that says whether anybody sleeps. The
-kernel looks that up itself, behind the barriers that it needs against lost wake-ups, for half a microsecond. Python
-has no barrier between a store and a load, so a word of its own could not be relied on, and would save less than that.
+A waker stores the word and then always calls FUTEX_WAKE, without a second word that counts sleepers. The call takes
+half a microsecond, and the kernel checks for sleepers with the barriers that prevent lost wake-ups. Python has no
+barrier between a store and a load, so a sleeper count would be unreliable, and it would save less time than that.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import platform
 import threading
 from collections.abc import Callable
 
-# The number of the system call, where a long has 64 bits.
+# System call numbers of platforms with 64-bit longs.
 _NUMBERS = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}
 _WAIT, _WAKE = 0, 1  # not private: the word is shared between processes
-_EVERYBODY = 2**31 - 1
+_INT_MAX = 2**31 - 1
 _number = _NUMBERS.get(platform.machine(), 0)
 _libc = ctypes.CDLL(None)
 _syscall = _libc.syscall
@@ -28,17 +28,17 @@ class _Timespec(ctypes.Structure):
 
 
 def wait(address: int, value: int, timeout: _Timespec) -> None:
-    """Sleep while the word is `value`, at most for so long. It may return early: look at the word again."""
+    """Sleep while the word is `value`, up to `timeout`. It may return early, so check the word again."""
     _syscall(_number, address, _WAIT, value, ctypes.addressof(timeout))
 
 
 def wake(address: int) -> None:
-    """Wake everybody who sleeps on the word, in all processes."""
-    _syscall(_number, address, _WAKE, _EVERYBODY, None)
+    """Wake all threads that sleep on the word, in all processes."""
+    _syscall(_number, address, _WAKE, _INT_MAX, None)
 
 
-def give_way() -> None:
-    """Let others have this core, if anybody wants it now."""
+def sched_yield() -> None:
+    """Yield this core to other runnable threads."""
     _libc.sched_yield()
 
 
@@ -46,22 +46,22 @@ def timeout_of(seconds: float) -> _Timespec:
     return _Timespec(int(seconds), int(seconds % 1 * 1e9))
 
 
-def why_not() -> str:
-    """Why this machine cannot; empty where it can."""
+def unavailable_reason() -> str:
+    """Return why futexes are unavailable on this machine; "" if they are available."""
     if not _number or ctypes.sizeof(ctypes.c_long) != 8:
-        return f"futex(2) is not known for {platform.machine()}"
+        return f"futex(2) is not supported on {platform.machine()}"
     word = ctypes.c_uint32(0)
     if _syscall(_number, ctypes.addressof(word), _WAKE, 1, None) != 0:
-        return "futex(2) is forbidden here"
+        return "the system forbids futex(2)"
     return ""
 
 
 def _full_barrier() -> Callable[[], None]:
-    """Between data and the word that says that it is there.
+    """Return a memory barrier, for use between the data and the word that announces it.
 
-    x86 keeps the order of stores, and of loads. Elsewhere two locks do: what is before the release of the first stays
-    before it, what is behind the acquisition of the second stays behind, and an acquisition does not overtake a
-    release."""
+    x86 does not reorder stores with stores, or loads with loads. Elsewhere two locks serve as the barrier: accesses
+    before the release of the first stay before it, accesses after the acquisition of the second stay after it, and an
+    acquisition does not overtake a release."""
     if platform.machine() == "x86_64":
         return lambda: None
     locks = threading.local()
@@ -77,4 +77,4 @@ def _full_barrier() -> Callable[[], None]:
 
 
 barrier = _full_barrier()
-ORDERED = platform.machine() == "x86_64"  # then `barrier` does nothing
+ORDERED = platform.machine() == "x86_64"  # then `barrier` is a no-op

@@ -1,7 +1,7 @@
-"""Groups: what is called between start and end is collected, and launched together at the outermost end.
+"""Groups: collect the calls between start and end, and launch them together at the outermost end.
 
-A group is thread-local, as in NCCL. All sends and receives of a communicator progress together; its collectives keep
-their order; communicators progress independently, each in a thread of its own if one stream has several.
+As in NCCL, a group is thread-local. All sends and receives of a communicator progress together. Its collectives keep
+their order. Communicators progress independently, each in a separate thread if several use the same stream.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from .algorithms import check_messages_to_itself, works_of
+from .algorithms import check_self_messages, works_of
 from .comm import Comm, Work
 from .failure import HostFailure, invalid_usage
 from .operation import Operation
 from .stream import HostEvent, HostStream
 
 Job = Callable[[], None]
-# An operation, the stream it was issued on, None for the caller, and an event to record when it begins.
+# (operation, its stream or None for the caller's, event to record when it begins)
 Issued = tuple[Operation, HostStream | None, HostEvent | None]
-# A job that makes something; the communicator over which it does so, if any, and whose ticket it gets.
+# (communicator that the job uses or None, job that creates something with a ticket of that communicator)
 Init = tuple[Comm | None, Callable[[int], None]]
 
 
@@ -58,15 +58,15 @@ def end() -> None:
 
 
 def simulate_end() -> float:
-    """Close the group like `end`, but run no operation: the seconds that they would take on the modelled link.
+    """Close the group without running its operations; return their duration in seconds on the simulated link.
 
-    Without PYNCCL_HOST_LINK there is no model and the answer is 0. Communicators that the group makes are made.
+    The result is 0 without PYNCCL_HOST_LINK. Communicators are still created.
     """
     group = _close("ncclGroupSimulateEnd")
     if group is None:
         return 0.0
     _init(group.inits)
-    busy: dict[int, float] = {}  # by link: communicators of one device queue on it together
+    busy: dict[int, float] = {}  # per link: communicators of one device share it
     for comm, works in _by_comm(group.operations).items():
         if comm.link is not None:
             seconds = sum(comm.link.seconds(*work.traffic()) for work in works)
@@ -75,7 +75,7 @@ def simulate_end() -> float:
 
 
 def _close(name: str) -> _Group | None:
-    """The group of this thread if this end is its outermost one."""
+    """End one level; return the group of this thread if this was the outermost level."""
     group = _thread.group
     if group.depth == 0:
         raise invalid_usage(f"{name}: no group was started in this thread")
@@ -88,15 +88,15 @@ def _close(name: str) -> _Group | None:
     return group
 
 
-def refuse(failure: HostFailure) -> None:
-    """A call of the current group had wrong arguments: the group must launch nothing."""
+def mark_failed(failure: HostFailure) -> None:
+    """Mark the current group as failed, because a call had wrong arguments. It then launches nothing."""
     group = _thread.group
     if group.depth and group.failure is None:
         group.failure = failure
 
 
 def issue(operation: Operation, stream: HostStream | None, started: HostEvent | None = None) -> None:
-    """Run or queue one operation; inside a group keep it for the end. `started` is recorded when it begins."""
+    """Run or queue one operation; inside a group, at its end. `started` is recorded when it begins."""
     group = _thread.group
     if group.depth:
         group.operations.append((operation, stream, started))
@@ -105,12 +105,12 @@ def issue(operation: Operation, stream: HostStream | None, started: HostEvent | 
     else:
         comm = operation.comm
         if operation.peer == comm.rank and operation.kind.peer_is == "peer":
-            check_messages_to_itself([operation])
+            check_self_messages([operation])
         comm.run(comm.ticket(), [operation])
 
 
 def issue_wait(job: Job) -> None:
-    """Run a job that waits for what other ranks do, which may be in this group: inside one after all else in it."""
+    """Run a job that waits for other ranks; inside a group, at its end, since those calls may be in the same group."""
     group = _thread.group
     if group.depth:
         group.waits.append(job)
@@ -119,10 +119,10 @@ def issue_wait(job: Job) -> None:
 
 
 def init(comm: Comm | None, job: Callable[[int], None]) -> None:
-    """Run a job that talks to other ranks to make something; inside a group at its end, with the others of its kind.
+    """Run a job that creates something together with other ranks; inside a group, concurrently at its end.
 
-    comm  over which it talks: the job gets a ticket of it, taken only now, since a group that launches nothing must not
-          leave a place in the order of operations that everybody waits for"""
+    comm  used by the job, which receives a ticket of it. The ticket is taken only at the launch, since an unused ticket
+          would block all later operations."""
     group = _thread.group
     if group.depth:
         group.inits.append((comm, job))
@@ -135,15 +135,15 @@ def _init(inits: Sequence[Init]) -> None:
 
 
 def run_at_once(jobs: Sequence[Job], comms: Iterable[Comm] = ()) -> None:
-    """Run jobs that may wait for each other, each in a thread; raises the first one's error.
+    """Run jobs concurrently in threads, since they may wait for each other. Raises the first error.
 
-    comms  are interrupted when Ctrl-C ends the job in this thread: those in others are not waited for then"""
+    comms  are interrupted if Ctrl-C ends the job in this thread; the other threads are not joined then"""
     errors: list[BaseException] = []
 
     def guarded(job: Job) -> None:
         try:
             job()
-        except BaseException as error:  # raised again in the thread that called
+        except BaseException as error:  # raised in the calling thread
             errors.append(error)
 
     others = [threading.Thread(target=guarded, args=(job,), daemon=True) for job in jobs[1:]]
@@ -167,14 +167,14 @@ def run_at_once(jobs: Sequence[Job], comms: Iterable[Comm] = ()) -> None:
 
 
 def _by_comm(issued: Sequence[Issued]) -> dict[Comm, list[Work]]:
-    """What each communicator has to run, checked as a whole."""
+    """Check the operations of each communicator, and return the work of each."""
     by_comm: dict[Comm, list[Operation]] = {}
     for operation, _, _ in issued:
         by_comm.setdefault(operation.comm, []).append(operation)
-    for comm, own in by_comm.items():
+    for comm, operations in by_comm.items():
         comm.check_usable()
-        check_messages_to_itself(own)
-    return {comm: works_of(own) for comm, own in by_comm.items()}
+        check_self_messages(operations)
+    return {comm: works_of(operations) for comm, operations in by_comm.items()}
 
 
 def _launch(issued: Sequence[Issued]) -> None:
@@ -188,10 +188,10 @@ def _launch(issued: Sequence[Issued]) -> None:
     joins: list[tuple[HostStream, HostStream | None]] = []
     for comm, works in by_comm.items():
         first, *others = used[comm]
-        # As NCCL does: run on the first stream, which waits for the others before; the others wait for it after.
+        # As NCCL does: run on the first stream. It first waits for the other streams; they wait for it afterwards.
         for other in others:
             HostEvent().record(other).wait(first)
-            if first is not None:  # what runs in the caller is over when the others go on
+            if first is not None:  # on the caller's stream, the work has completed by then
                 joins.append((first, other))
         runs.setdefault(first, []).append(partial(comm.run, comm.ticket(), works))
     in_caller = runs.pop(None, [])

@@ -1,4 +1,4 @@
-"""The addresses under which other machines reach this one, as the kernel has them; and what marks a machine."""
+"""The network addresses of this node, and an id of the node."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ _SIOCGIFADDR, _SIOCGIFFLAGS = 0x8915, 0x8913
 _UP = 0x1
 
 
-@functools.cache  # read once, while there are descriptors
-def machine_mark() -> str:
-    """Equal for processes that reach each other by 127.0.0.1: same boot of a kernel, same network namespace."""
+@functools.cache  # read once, before descriptors can run out
+def node_id() -> str:
+    """Return an id that is equal for processes which can connect over 127.0.0.1: same boot, same network namespace."""
     parts = [socket.gethostname()]
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             parts = [file.read().strip(), str(os.stat("/proc/self/ns/net").st_ino)]
-    except FileNotFoundError:  # not Linux: the host name has to do
+    except FileNotFoundError:  # not Linux: use the host name
         pass
     return hashlib.blake2b("|".join(parts).encode(), digest_size=8).hexdigest()
 
 
-def on_one_machine() -> bool:
-    """Whether the launch says that all ranks are on this machine: then nothing listens where others could connect."""
+def is_single_node() -> bool:
+    """Return whether the launcher's environment says that all ranks are on this node: then listen on loopback only."""
     world, local = os.environ.get("WORLD_SIZE"), os.environ.get("LOCAL_WORLD_SIZE")
     if world and world == local:
         return True
@@ -46,10 +46,10 @@ def on_one_machine() -> bool:
     return master == "localhost"
 
 
-def own_addresses() -> list[str]:
-    """This machine's addresses, the one that routes outwards first.
+def local_addresses() -> list[str]:
+    """Return the addresses of this node, starting with that of the default route.
 
-    Only those of the interfaces that NCCL_SOCKET_IFNAME (else GLOO_SOCKET_IFNAME) names, if it is set."""
+    If NCCL_SOCKET_IFNAME, else GLOO_SOCKET_IFNAME, is set, return only the addresses of the interfaces it names."""
     by_interface = _addresses()
     variable = next((name for name in VARIABLES if os.environ.get(name)), "")
     if variable:
@@ -57,7 +57,7 @@ def own_addresses() -> list[str]:
         chosen = [address for name in by_interface if is_named(text, name) for address in by_interface[name]]
         if not chosen:
             raise invalid_usage(
-                f"{variable}={text!r} names no interface that is up and has an address; there are "
+                f"{variable}={text!r} names no interface that is up and has an address; available: "
                 + ", ".join(f"{name} ({', '.join(found)})" for name, found in by_interface.items())
             )
         return chosen
@@ -67,7 +67,7 @@ def own_addresses() -> list[str]:
 
 
 def is_named(text: str, interface: str) -> bool:
-    """Whether a value of NCCL_SOCKET_IFNAME names it: "eth,ib" (prefixes), "=eth0" (exactly), "^lo" (all but)."""
+    """Return whether a value of NCCL_SOCKET_IFNAME selects it: "eth,ib" (prefixes), "=eth0" (exact), "^lo" (not)."""
     excluded, exact = text.startswith("^"), text.lstrip("^").startswith("=")
     names = [name for name in text.lstrip("^=").split(",") if name]
     found = any(interface == name or (not exact and interface.startswith(name)) for name in names)
@@ -75,7 +75,7 @@ def is_named(text: str, interface: str) -> bool:
 
 
 def _outward() -> list[str]:
-    # Connecting a datagram socket sends nothing: it asks the kernel which address it would use. No route: an OSError.
+    # Connecting a datagram socket sends nothing, but the kernel picks the source address. OSError: no route.
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 9))
         return [str(probe.getsockname()[0])]
@@ -83,7 +83,7 @@ def _outward() -> list[str]:
 
 
 def _addresses() -> Mapping[str, list[str]]:
-    """Interface -> its addresses, of those that are up; IPv4 first, no link-local ones."""
+    """Return {interface: addresses} of the interfaces that are up; IPv4 first, without link-local addresses."""
     found: dict[str, list[str]] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():

@@ -1,8 +1,8 @@
-"""A modelled link: PYNCCL_HOST_LINK="latency=50us,bandwidth=1GB/s" makes operations take the time of a slow network.
+"""A simulated network link: PYNCCL_HOST_LINK="latency=50us,bandwidth=1GB/s" slows operations down to its speed.
 
-Each operation takes at least `steps * latency + bytes_on_wire / bandwidth` on a FIFO link; the rest of that time is
-slept, so the core and the GIL stay free for the work that is to be overlapped. Units: ns, us, ms, s; B, KB, MB, GB
-(powers of ten) with or without "/s". A part that is left out costs nothing; without the variable there is no link.
+Each operation takes at least `steps * latency + bytes_on_wire / bandwidth` on a FIFO link. It sleeps for the remaining
+time, so the core and the GIL stay free for overlapped work. Units: ns, us, ms, s; B, KB, MB, GB (powers of ten), with
+or without "/s". An omitted part costs nothing; without the variable there is no link.
 
 Per rank, with p ranks and V bytes of the full tensor (count * size for all_reduce, broadcast, reduce, send and recv;
 p * count * size otherwise):
@@ -14,8 +14,8 @@ p * count * size otherwise):
     broadcast, reduce                 (p-1) steps    V bytes
     send, recv                            1 step     the larger direction; a group's share one step
 
-One link belongs to one device of one process: communicators of a rank and their splits queue on it together. Ranks
-that are threads of one process are apart only with ncclCommInitAll, which numbers their devices.
+Each device of a process has one link, shared by its communicators and their splits. Ranks that are threads of one
+process have separate links only with ncclCommInitAll, which numbers their devices.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?)([a-z]+)(/s)?", r
 
 @dataclass
 class Link:
-    """latency in seconds per step, seconds_per_byte the inverse bandwidth."""
+    """latency: seconds per step. seconds_per_byte: inverse bandwidth."""
 
     latency: float
     seconds_per_byte: float
@@ -44,11 +44,11 @@ class Link:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def seconds(self, steps: int, nbytes: float) -> float:
-        """What one operation takes on the link alone."""
+        """Return the duration of one operation on an idle link."""
         return steps * self.latency + nbytes * self.seconds_per_byte
 
     def reserve(self, steps: int, nbytes: float) -> float:
-        """Queue one operation; returns the time (of time.perf_counter) at which it may complete."""
+        """Queue one operation; return the earliest completion time, on the clock of time.perf_counter."""
         with self._lock:
             start = max(time.perf_counter(), self._free_at)
             self._free_at = start + self.seconds(steps, nbytes)
@@ -61,7 +61,7 @@ def sleep_until(moment: float) -> None:
 
 
 def parse(text: str) -> Link | None:
-    """The link that `text` describes; None if it is empty."""
+    """Parse a description of a link; None if it is empty."""
     if not text.strip():
         return None
     latency, seconds_per_byte = 0.0, 0.0
@@ -86,7 +86,7 @@ _links_lock = threading.Lock()
 
 
 def link_of(device: int) -> Link | None:
-    """The link of `device` of this process, as the environment describes it now; None where it describes none."""
+    """Return the link of `device`, as the environment describes it now; None without a description."""
     text = os.environ.get(VARIABLE, "")
     if not text:
         return None

@@ -1,7 +1,7 @@
-"""Memory that belongs to the caller, seen as torch tensors by address; and scratch memory that is reused.
+"""Torch tensors over the caller's memory, by address; and reusable scratch memory.
 
-A view holds no reference to the owner of the memory: as with libnccl, the caller keeps buffers alive until the
-operation has completed on its stream.
+A view holds no reference to the memory. As with libnccl, the caller must keep buffers alive until the operation has
+completed on its stream.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import Tensor
 from ..bindings.abi import ELEMENTS
 from .failure import invalid_argument
 
-# By number of ncclDataType_t. uint32 and uint64 travel and add as their signed twins, since torch has hardly any
-# arithmetic for them; `reduction` treats the three operators for which the sign matters.
+# By number of ncclDataType_t. uint32 and uint64 are stored as their signed counterparts, since torch has hardly any
+# arithmetic for them; `reduction` handles the three operators for which the sign matters.
 STORAGE: tuple[torch.dtype, ...] = tuple(getattr(torch, element.bits_as) for element in ELEMENTS)
 
 _WRITABLE = 0x200  # PyBUF_WRITE
@@ -32,11 +32,11 @@ _memory_at: Callable[[int, int, int], memoryview] = ctypes.PYFUNCTYPE(
 
 
 def view(address: int, count: int, dtype: int) -> Tensor:
-    """`count` elements of ncclDataType_t `dtype` at `address`, without a copy."""
+    """Return `count` elements of ncclDataType_t `dtype` at `address` as a tensor, without a copy."""
     return tensor_at(address, count, STORAGE[dtype])
 
 
-@lru_cache(1024)  # a training step calls with the buffers of the step before
+@lru_cache(1024)  # training steps reuse their buffers
 def tensor_at(address: int, count: int, dtype: torch.dtype) -> Tensor:
     if count == 0:
         return torch.empty(0, dtype=dtype)
@@ -45,33 +45,33 @@ def tensor_at(address: int, count: int, dtype: torch.dtype) -> Tensor:
 
 
 def normal_tensors() -> Any:
-    """A context in which tensors may be kept: those made in inference mode could not be written to after it."""
+    """Return a context that leaves inference mode, whose tensors cannot be modified outside of it."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def bytes_of(data: Tensor) -> memoryview:
-    """The memory of a contiguous tensor. Like `view`, it holds no reference."""
+    """Return the memory of a contiguous tensor. Like `view`, it holds no reference."""
     return bytes_at(data.data_ptr(), data.nbytes)
 
 
 def bytes_at(address: int, nbytes: int) -> memoryview:
-    """As `view`, as bytes alone."""
+    """Return `nbytes` bytes at `address`. Like `view`, without a reference."""
     if nbytes > sys.maxsize:
-        raise invalid_argument(f"{nbytes} bytes are more than an address space holds")
+        raise invalid_argument(f"the buffer has {nbytes} bytes, which are more than an address space holds")
     return _memory_at(address, nbytes, _WRITABLE) if nbytes else memoryview(b"")
 
 
 class Scratch:
-    """Grow-only scratch of one communicator, whose operations run one at a time.
+    """Grow-only scratch memory of one communicator, whose operations run one at a time.
 
-    Fresh pages cost about 0.25 ms per MB, as much as moving the data, hence the reuse (up to 64 MB).
+    New pages cost about 0.25 ms per MB, as much as moving the data, so up to 64 MB are kept for reuse.
     """
 
     def __init__(self) -> None:
         self._kept = torch.empty(0, dtype=torch.uint8)
 
     def take(self, nbytes: int) -> Tensor:
-        """`nbytes` bytes; the previous ones are given up."""
+        """Return `nbytes` bytes, which may be the same memory as before."""
         if self._kept.numel() < nbytes:
             with normal_tensors():
                 fresh = torch.empty(nbytes, dtype=torch.uint8)

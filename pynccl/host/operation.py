@@ -1,4 +1,4 @@
-"""One call of a communication function: its arguments, their checks, and how messages describe it."""
+"""One call of a communication function: its arguments, their checks, and its description in error messages."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from .failure import invalid_argument
 from .reduction import PreMulSum
 
 
-class Where(Enum):
-    """The ranks on which a buffer is used."""
+class UsedOn(Enum):
+    """The ranks that use a buffer."""
 
-    EVERYWHERE = 0
-    ON_ROOT = 1
-    NOWHERE = 2
+    ALL = 0
+    ROOT = 1
+    NONE = 2
 
 
 @dataclass(frozen=True, eq=False)
 class Kind:
-    """What an operation is: its C function, which arguments it uses, what it costs on a link.
+    """A type of operation: its C function, the arguments that it uses, and its cost on a link.
 
-    traffic(p, nbytes of `count` elements, is root) -> (steps, bytes on the wire).
+    traffic(p, nbytes of `count` elements, is_root) -> (steps, bytes on the wire)
     """
 
     name: str
     execute: Callable[[Operation], None]
     traffic: Callable[[int, int, bool], tuple[int, float]]
-    send: Where = Where.EVERYWHERE
-    recv: Where = Where.EVERYWHERE
+    send: UsedOn = UsedOn.ALL
+    recv: UsedOn = UsedOn.ALL
     reduces: bool = False
-    peer_is: str = ""  # "root", "peer" or nothing
+    peer_is: str = ""  # what `Operation.peer` is: "root", "peer" or unused
 
 
 @dataclass(eq=False)
 class Operation:
-    """`peer` is the root or the peer, where the kind has one; addresses are 0 for NULL."""
+    """`peer` is the root or the peer, if the kind has one. Addresses are 0 for NULL."""
 
     kind: Kind
     comm: Comm
@@ -52,7 +52,7 @@ class Operation:
     dtype: int
     op: int = 0
     peer: int = 0
-    # Bound when the operation is called, since its number may come to mean another one.
+    # Looked up when the operation is called, since the number may be reused for another operator.
     premul: PreMulSum | None = field(default=None, init=False)
 
     @property
@@ -80,27 +80,27 @@ class Operation:
         return self.kind.traffic(self.comm.size, self.nbytes, self.peer == self.comm.rank)
 
     def label(self) -> Label:
-        """Label of the messages of this collective; every rank calls it once per call."""
+        """Return the label of this collective's messages. Call it once per operation, on every rank."""
         return Label(Form.COLLECTIVE, self.comm.activity.begin_collective(), self.words.text)
 
     def message_label(self, sending: bool) -> Label:
-        """Label of this send or receive, the next one between the two ranks."""
+        """Return the label of this send or receive, which is the next one between the two ranks."""
         return Label(Form.MESSAGE, self.comm.activity.begin_message(sending, self.peer), self.words.text)
 
     def describe(self) -> str:
-        """The call without its addresses; equal on ranks whose calls fit together."""
+        """Return the call without its addresses, which is equal on ranks with matching calls."""
         return self.words.description
 
     def check(self) -> None:
-        """Raise HostFailure(ncclInvalidArgument) for arguments that no rank could run."""
+        """Raise HostFailure(ncclInvalidArgument) for invalid arguments."""
         kind, comm = self.kind, self.comm
         check_dtype(self.name, self.dtype)
         if kind.reduces:
             self._check_operator()
         if kind.peer_is:
             check_peer(self.name, kind.peer_is, self.peer, comm.size)
-        for label, address, where in (("sendbuff", self.send_ptr, kind.send), ("recvbuff", self.recv_ptr, kind.recv)):
-            used = where is Where.EVERYWHERE or (where is Where.ON_ROOT and self.peer == comm.rank)
+        for label, address, used_on in (("sendbuff", self.send_ptr, kind.send), ("recvbuff", self.recv_ptr, kind.recv)):
+            used = used_on is UsedOn.ALL or (used_on is UsedOn.ROOT and self.peer == comm.rank)
             if used and not address and self.count:
                 raise invalid_argument(f"{self.name}: {label} is NULL; expected the address of {self.nbytes} bytes")
 
@@ -110,21 +110,21 @@ class Operation:
         premul = self.premul = self.comm.premul.get(self.op)
         if premul is None:
             raise invalid_argument(
-                f"{self.name}: op is {self.op}; expected 0 to {int(RedOp.AVG)}, or one that "
-                "ncclRedOpCreatePreMulSum made for this communicator"
+                f"{self.name}: op is {self.op}; expected 0 to {int(RedOp.AVG)}, or an operator "
+                "from ncclRedOpCreatePreMulSum for this communicator"
             )
         if premul.dtype != self.dtype:
             raise invalid_argument(
-                f"{self.name}: op was made for datatype {DataType(premul.dtype).name.lower()}, "
-                f"the call has {DataType(self.dtype).name.lower()}"
+                f"{self.name}: op was created for datatype {DataType(premul.dtype).name.lower()}, "
+                f"but the call has {DataType(self.dtype).name.lower()}"
             )
 
 
 class _Words(NamedTuple):
-    """A call without its addresses."""
+    """The text of a call, without addresses."""
 
     description: str
-    text: bytes  # the same, for the headers of messages
+    text: bytes  # the description as in message headers
 
 
 @lru_cache(1024)

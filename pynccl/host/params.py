@@ -1,4 +1,4 @@
-"""ncclParam*: the host library's own parameters with their values in force; and what else is set per process."""
+"""ncclParam*: the host library's parameters with their current values; and other settings of the process."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from .exports import export, export_plain
 from .failure import HostFailure, invalid_argument, invalid_usage
 from .init import INIT_TIMEOUT_VARIABLE
 from .link import VARIABLE as LINK_VARIABLE
-from .sharing import VARIABLE as TRANSPORT_VARIABLE, wanted
+from .sharing import VARIABLE as TRANSPORT_VARIABLE, requested_transport
 from .version import VARIABLE as VERSION_VARIABLE, VERSION, dotted
 
-# What a communicator made now would use.
+# The values that a new communicator would use.
 _VALUES: dict[str, Callable[[], str]] = {
     TIMEOUT_VARIABLE: lambda: f"{seconds(TIMEOUT_VARIABLE):g}",
     INIT_TIMEOUT_VARIABLE: lambda: f"{seconds(INIT_TIMEOUT_VARIABLE):g}",
     LINK_VARIABLE: lambda: os.environ.get(LINK_VARIABLE, ""),
-    TRANSPORT_VARIABLE: wanted,
+    TRANSPORT_VARIABLE: requested_transport,
     VERSION_VARIABLE: lambda: dotted(VERSION),
     "GLOO_SOCKET_IFNAME": lambda: os.environ.get("GLOO_SOCKET_IFNAME", ""),
 }
@@ -37,7 +37,7 @@ _keys = (ctypes.c_char_p * len(_VALUES))(*(key.encode() for key in _VALUES))
 
 @cache
 def _text(value: str) -> ctypes.c_char_p:
-    """A text that lives for ever, since C may hold its address."""
+    """Return a C string that is never freed, since C may hold its address."""
     return ctypes.c_char_p(value.encode())
 
 
@@ -48,9 +48,9 @@ def _value(name: str, key: str) -> str:
 
 
 def _bound(name: str, handle: int | None) -> str:
-    """The value of the parameter behind a handle."""
+    """Return the value of the parameter of a handle."""
     if handle not in _handles:
-        raise invalid_argument(f"{name}: handle is {handle or 0:#x}; expected one that ncclParamBind returned")
+        raise invalid_argument(f"{name}: handle is {handle or 0:#x}; expected a handle from ncclParamBind")
     return _value(name, _handles[handle])
 
 
@@ -65,12 +65,13 @@ def _get_integer(name: str, low: int, high: int, handle: int | None, out: Any) -
     text = _bound(name, handle)
     if not re.fullmatch(r"-?[0-9]+", text) or not low <= int(text) <= high:
         raise invalid_argument(
-            f"{name}: {_handles[handle or 0]} is {text!r}, no integer of {low} to {high}; use ncclParamGetStr"
+            f"{name}: {_handles[handle or 0]} is {text!r}; expected an integer from {low} to {high}, or use "
+            "ncclParamGetStr"
         )
     out[0] = int(text)
 
 
-# ncclParamGetI8 to ncclParamGetU64 differ in their range alone.
+# ncclParamGetI8 to ncclParamGetU64 differ only in their range.
 for _name in FUNCTIONS:
     if _integer := re.fullmatch("ncclParamGet([IU])([0-9]+)", _name):
         _bits = int(_integer[2])
@@ -84,12 +85,12 @@ def ncclParamGetStr(handle: int | None, out: Any) -> None:
 
 
 @export
-def ncclParamGet(handle: int | None, out: int | None, room: int, length: Any) -> None:
-    """The bytes of the text without a final 0."""
+def ncclParamGet(handle: int | None, out: int | None, capacity: int, length: Any) -> None:
+    """Copy the text without a terminating 0."""
     data = _bound("ncclParamGet", handle).encode()
-    if len(data) > room or (data and not out):
+    if len(data) > capacity or (data and not out):
         raise invalid_argument(
-            f"ncclParamGet: room for {room} bytes at {'an address' if out else 'NULL'}; the value has {len(data)}"
+            f"ncclParamGet: buffer of {capacity} bytes at {'an address' if out else 'NULL'}; the value has {len(data)}"
         )
     if data:
         ctypes.memmove(out or 0, data, len(data))
@@ -123,19 +124,19 @@ def ncclParamDumpAll() -> None:
 
 @export_plain
 def ncclResetDebugInit() -> None:
-    """Nothing: the host library writes no log."""
+    """Do nothing: the host library writes no log."""
 
 
 @export
 def ncclSetEncryption(config: Any) -> None:
     if not config:
         raise invalid_argument("ncclSetEncryption: config is NULL; expected an ncclEncryptionConfig_t")
-    given = config.contents
-    check_struct(given)
-    if given.mode == EncryptionMode.PSK:
+    struct = config.contents
+    check_struct(struct)
+    if struct.mode == EncryptionMode.PSK:
         raise invalid_usage(
-            "ncclSetEncryption: its connections are plain text, the host library cannot encrypt; run it on machines "
-            "and networks that you trust, or set NCCL_ENCRYPTION_NONE"
+            "ncclSetEncryption: mode is 1 (pre-shared key), but the host library cannot encrypt its connections; set "
+            "NCCL_ENCRYPTION_NONE and use trusted nodes and networks"
         )
-    if given.mode != EncryptionMode.NONE:
-        raise invalid_argument(f"ncclSetEncryption: mode is {given.mode}; expected 0 (none) or 1 (pre-shared key)")
+    if struct.mode != EncryptionMode.NONE:
+        raise invalid_argument(f"ncclSetEncryption: mode is {struct.mode}; expected 0 (none) or 1 (pre-shared key)")

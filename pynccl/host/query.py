@@ -1,4 +1,4 @@
-"""What a program asks: the version, what an error means, what a communicator is and whether it works."""
+"""Query functions: the version, errors, and the properties and state of a communicator."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def ncclGetErrorString(code: int) -> int:
 
 
 class _LastErrorBuffer(threading.local):
-    """What ncclGetLastError returned to this thread; valid until its next call."""
+    """The buffer that ncclGetLastError returns to this thread; valid until its next call."""
 
     def __init__(self) -> None:
         self.chars = ctypes.create_string_buffer(8192)

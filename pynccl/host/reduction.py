@@ -1,8 +1,8 @@
 """The arithmetic of reductions: 12 data types x 5 operators, and the pre-multiplied sum.
 
-Parts are always combined in the order of the ranks, so whoever computes an element gets the same bits. Types narrower
-than float32 accumulate in float32 and round once. Integers wrap; their average is the wrapped sum divided by the
-number of ranks, truncated. max and min propagate NaN.
+Inputs are combined in rank order, so every rank computes bitwise equal results. Types narrower than float32 accumulate
+in float32 and round once. Integers wrap; their average is the wrapped sum divided by the number of ranks, truncated.
+max and min propagate NaN.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _STEPS: dict[int, Callable[..., Tensor]] = {
     int(RedOp.MIN): torch.minimum,
 }
 
-# Elements that are widened at a time: keeps the float32 accumulator in the cache and its memory bounded.
+# Elements per block of a float32 accumulation, which keeps the accumulator in the cache and its memory bounded.
 _BLOCK = 1 << 16
 
 
 class PreMulSum:
-    """A scalar that every rank multiplies its own contribution with. `address` is read when the operation runs."""
+    """A scalar that multiplies this rank's input. Unless `immediate`, `address` is read when the operation runs."""
 
     def __init__(self, address: int, dtype: int, immediate: bool) -> None:
         self.dtype = dtype
@@ -39,7 +39,7 @@ class PreMulSum:
         self._value = view(address, 1, dtype).clone() if immediate else None
 
     def apply(self, own: Tensor) -> Tensor:
-        """own * scalar: in float32 for the types that accumulate there, else in the type itself."""
+        """Return own * scalar: in float32 for types that accumulate in float32, else in the type itself."""
         scalar = self._value if self._value is not None else view(self._address, 1, self.dtype)
         if own.dtype in _NARROW:
             return own.float() * scalar.float()
@@ -47,7 +47,7 @@ class PreMulSum:
 
 
 def combine(parts: Sequence[Tensor], out: Tensor, dtype: int, op: int) -> None:
-    """out = op over parts, in their order. `out` may be one of the parts; parts may be wider than `out`."""
+    """Reduce `parts` in order into `out`, which may be one of them. Parts may have a wider type than `out`."""
     op = int(RedOp.SUM) if op > RedOp.AVG else op
     if out.numel() == 0:
         return
@@ -70,7 +70,7 @@ def _fold(parts: Sequence[Tensor], out: Tensor, op: int) -> None:
         if parts[0].data_ptr() != out.data_ptr():
             out.copy_(parts[0])
         return
-    # The first step reads two parts; writing it over a third one (an in-place call of rank >= 2) would lose that one.
+    # In an in-place call of rank >= 2, `out` is a later part, which the first step must not overwrite.
     target = out
     if any(part.data_ptr() == out.data_ptr() for part in parts[2:]):
         target = torch.empty_like(out)
@@ -104,12 +104,12 @@ def _divide(total: Tensor, ranks: int, unsigned: bool) -> None:
     if total.is_floating_point():
         total.div_(ranks)
     elif unsigned:
-        # torch has no unsigned division: halve (then the value is not negative), divide, double, fix the last bit.
+        # torch has no unsigned division: halve, so that the value is not negative; divide; double; fix the last bit.
         half = (total >> 1) & torch.iinfo(total.dtype).max
         quotient = half.div_(ranks, rounding_mode="trunc").mul_(2)
         rest = total - quotient * ranks
         total.copy_(quotient.add_(rest >= ranks))
-    elif total.element_size() == 1:  # the number of ranks need not fit the type
+    elif total.element_size() == 1:  # the number of ranks may not fit into the type
         total.copy_(total.to(torch.int32).div_(ranks, rounding_mode="trunc"))
     else:
         total.div_(ranks, rounding_mode="trunc")

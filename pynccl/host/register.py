@@ -1,4 +1,4 @@
-"""Memory that is allocated or made known to a communicator: allocation, registration, windows."""
+"""Memory functions: allocation, registration with a communicator, windows."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from .rma import rma_of
 
 _allocated: dict[int, mmap.mmap] = {}
 _FLAGS = 0x03  # NCCL_WIN_COLL_SYMMETRIC, NCCL_WIN_STRICT_ORDERING
-_MISPLACED = -1  # in place of a size
+_INVALID_BUFFER = -1  # sent instead of the size
 _FIRST_REGISTRATION = 0x4E610010
 
 
 @export
 def ncclMemAlloc(pointer: Any, size: int) -> None:
-    """Whole pages, so the address is a multiple of 4096, as windows need. Size 0 gives NULL, as with NCCL."""
+    """Allocate full pages, since windows need addresses that are multiples of 4096. Size 0 gives NULL, as in NCCL."""
     if not pointer:
         raise invalid_argument("ncclMemAlloc: ptr is NULL; expected where to store the address")
     pointer[0] = None
@@ -51,7 +51,7 @@ def ncclMemFree(pointer: int | None) -> None:
 
 @export
 def ncclCommRegister(comm: Comm, buffer: int | None, size: int, handle: Any) -> None:
-    """Nothing becomes faster by it on the CPU; it is there so that programs find their mistakes."""
+    """Record a registration, to detect errors in programs. It has no effect on speed on the CPU."""
     comm.check_usable()
     if not buffer or not size:
         raise invalid_argument(
@@ -74,7 +74,7 @@ def ncclCommDeregister(comm: Comm, handle: int | None) -> None:
 
 @export
 def ncclCommWindowRegister(comm: Comm, buffer: int | None, size: int, window: Any, flags: int) -> None:
-    """Every rank calls it. What one rank passes wrong is an error on all, so that none waits for another."""
+    """Register a window, on every rank. A wrong argument on one rank is an error on all, so that none hangs."""
     comm.check_usable()
     window[0] = None
     rma = rma_of(comm)
@@ -93,19 +93,19 @@ def ncclCommWindowRegister(comm: Comm, buffer: int | None, size: int, window: An
 
 
 def _exchange_windows(comm: Comm, ticket: int, number: int, address: int, size: int, flags: int) -> None:
-    """Tell the other ranks, hear from them, and raise the same error everywhere."""
+    """Exchange the arguments of all ranks, and raise the same error on all of them."""
     name = WINDOW.name
-    placed = size if address and size and address % WINDOW_ALIGNMENT == 0 else _MISPLACED
-    mine = torch.tensor([number, placed, flags], dtype=torch.int64)
+    valid_size = size if address and size and address % WINDOW_ALIGNMENT == 0 else _INVALID_BUFFER
+    mine = torch.tensor([number, valid_size, flags], dtype=torch.int64)
     numbers, sizes, all_flags = gather_rows(comm, ticket, WINDOW, mine).T.tolist()
-    for rank, (placed, given) in enumerate(zip(sizes, all_flags, strict=True)):
-        if placed == _MISPLACED:
+    for rank, (nbytes, rank_flags) in enumerate(zip(sizes, all_flags, strict=True)):
+        if nbytes == _INVALID_BUFFER:
             raise invalid_argument(
                 f"{name}: rank {rank} passes a buffer that is empty or does not start at a multiple of "
-                f"{WINDOW_ALIGNMENT}; expected memory of ncclMemAlloc"
+                f"{WINDOW_ALIGNMENT}; expected memory from ncclMemAlloc"
             )
-        if given & ~_FLAGS:
-            raise invalid_argument(f"{name}: rank {rank} passes winFlags {given:#x}; expected 0 to {_FLAGS}")
+        if rank_flags & ~_FLAGS:
+            raise invalid_argument(f"{name}: rank {rank} passes winFlags {rank_flags:#x}; expected 0 to {_FLAGS}")
     if len(set(numbers)) > 1 or len(set(all_flags)) > 1:
         relative = [number - min(numbers) for number in numbers]
         raise invalid_usage(

@@ -1,8 +1,8 @@
-"""Where ranks find each other: the unique id, the store behind it, and who has arrived.
+"""The rendezvous of ranks: unique ids and the store behind them.
 
-The 128 bytes of a unique id hold the addresses of a store that the process which made the id keeps until it exits
-(one per process), the secret without which nobody is admitted there, a mark of the machine, so that its other processes
-use 127.0.0.1, and a number of its own. With PYNCCL_JOB_KEY the id alone is not enough: the key is made of both.
+The process that creates a unique id runs a store until it exits (one store per process). The 128 bytes of the id hold
+the addresses of that store, the secret that clients need, the node's id, so that processes on the same node connect to
+127.0.0.1, and a random number. With PYNCCL_JOB_KEY the id alone is not enough: the key is derived from both.
 """
 
 from __future__ import annotations
@@ -17,61 +17,61 @@ import threading
 import time
 from typing import Any, NamedTuple
 
-from ..admission import KEY_VARIABLE, Caller, Refused, job_key, sign
+from ..admission import KEY_VARIABLE, ClientHandshake, HandshakeError, job_key, sign
 from ..bindings.abi import UNIQUE_ID_BYTES, Result
-from .failure import HostFailure, exiting, invalid_argument, invalid_usage, last_error, none_left
-from .interfaces import VARIABLES, machine_mark, on_one_machine, own_addresses
+from .failure import HostFailure, exiting, invalid_argument, invalid_usage, last_error, out_of_descriptors
+from .interfaces import VARIABLES, is_single_node, local_addresses, node_id
 from .store import Server, Store, frame, take_frames
 
 _MAGIC = b"PYNCCLh3"
 _SECRET_BYTES = 16
-_HEAD = struct.Struct(f"<8sH8s8s{_SECRET_BYTES}s")  # magic, port, machine, number, secret; then the addresses as text
+_HEAD = struct.Struct(f"<8sH8s8s{_SECRET_BYTES}s")  # magic, port, node id, number, secret; then the addresses as text
 _PROBE_SECONDS = 5.0
 _RETRY_SECONDS = 0.05
 
 
-class _Own(NamedTuple):
-    """The store of this process. process: that made it; a forked child needs its own"""
+class _LocalStore(NamedTuple):
+    """The store of this process. pid: of its creator, since a forked child needs its own store."""
 
-    process: int
+    pid: int
     server: Server
     secret: bytes
 
 
-_own: _Own | None = None
-_own_lock = threading.Lock()
+_local_store: _LocalStore | None = None
+_local_store_lock = threading.Lock()
 
 
 class Client:
-    """A store in another process. Every call ends at the deadline, also where the server accepts and is silent."""
+    """A client of the store in another process. Every call ends at the deadline, even if the server hangs."""
 
     def __init__(self, host: str, port: int, key: bytes, deadline: float) -> None:
         self.deadline = deadline
         self._host, self._port = host, port
         self._received = bytearray()
-        while not self._admitted(key):  # it was lost among strangers
+        while not self._connect(key):  # the server dropped the connection
             pass
 
-    def _admitted(self, key: bytes) -> bool:
+    def _connect(self, key: bytes) -> bool:
         try:
             self._sock = socket.create_connection((self._host, self._port), timeout=min(_PROBE_SECONDS, self._left()))
         except OSError as error:
-            raise self._lost(error) from error
+            raise self._unreachable(error) from error
         try:
             self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            Caller(self._sock, key).wait(self.deadline)
+            ClientHandshake(self._sock, key).wait(self.deadline)
         except OSError as error:
             self.close()
-            if isinstance(error, (Refused, TimeoutError)) or exiting.wait(_RETRY_SECONDS):
-                raise self._lost(error) from error
+            if isinstance(error, (HandshakeError, TimeoutError)) or exiting.wait(_RETRY_SECONDS):
+                raise self._unreachable(error) from error
             return False
         return True
 
     def close(self) -> None:
         self._sock.close()
 
-    def answer(self, request: Any) -> Any:
-        """As `Store.answer`."""
+    def handle(self, request: Any) -> Any:
+        """Send a request and return the answer of `Store.handle`."""
         try:
             self._sock.settimeout(self._left())
             self._sock.sendall(frame(request))
@@ -85,32 +85,32 @@ class Client:
                 self._received += data
         except (OSError, ValueError) as error:
             self.close()
-            raise self._lost(error) from error
+            raise self._unreachable(error) from error
 
     def _left(self) -> float:
         return max(self.deadline - time.monotonic(), 0.001)
 
-    def _lost(self, error: Exception) -> HostFailure:
-        if none_left(error):
+    def _unreachable(self, error: Exception) -> HostFailure:
+        if out_of_descriptors(error):
             raise error
         why = "no answer" if isinstance(error, TimeoutError) else str(error)
-        if isinstance(error, Refused):
-            why += f": that process has ended, or {KEY_VARIABLE} is not the same on all ranks"
+        if isinstance(error, HandshakeError):
+            why += f": the process has ended, or {KEY_VARIABLE} is not the same on all ranks"
         return HostFailure(
             Result.REMOTE_ERROR,
             f"cannot reach the store of the process that made the unique id, {self._host} port {self._port} ({why}); "
-            "it has to live as long as communicators are made of its ranks",
+            "keep that process alive while its ranks create communicators",
         )
 
 
-class MeetingPlace(NamedTuple):
-    """Where ranks meet: in the store of this process or of one at (host, port) that has a key, under a name."""
+class Rendezvous(NamedTuple):
+    """A named rendezvous in a store: that of this process, or a remote one given by (host, port, key)."""
 
     store: tuple[str, int, bytes] | Store
     name: str
 
-    def below(self, name: str) -> MeetingPlace:
-        return MeetingPlace(self.store, hashlib.sha256(f"{self.name}/{name}".encode()).hexdigest())
+    def child(self, name: str) -> Rendezvous:
+        return Rendezvous(self.store, hashlib.sha256(f"{self.name}/{name}".encode()).hexdigest())
 
     def _open(self, deadline: float) -> contextlib.AbstractContextManager[Store | Client]:
         if isinstance(self.store, Store):
@@ -118,31 +118,31 @@ class MeetingPlace(NamedTuple):
         return contextlib.closing(Client(*self.store, deadline))
 
     def wait(self, timeout: float, function: str, rank: int, size: int, endpoint: str) -> list[str]:
-        """Wait until all ranks are there; returns what each of them gave as `endpoint`.
+        """Wait until all ranks have joined, and return their endpoints.
 
-        While it waits, the process's last error says for whom `function` does. Ranks that contradict each other all get
+        Meanwhile the process's last error names the missing ranks. If the ranks contradict each other, all of them get
         ncclInvalidUsage.
         """
         deadline = time.monotonic() + timeout
-        what = f"{function}: rank {rank} of {size}"
+        call = f"{function}: rank {rank} of {size}"
         pause, missing = 0.001, []
         with self._open(deadline) as store:
             while True:
                 try:
-                    contradiction, missing, endpoints = store.answer([self.name, rank, size, endpoint])
+                    contradiction, missing, endpoints = store.handle([self.name, rank, size, endpoint])
                 except HostFailure as failure:
                     if missing and time.monotonic() > deadline:
                         raise HostFailure(Result.SYSTEM_ERROR, f"{last_error.text} after {timeout:g} s") from failure
                     if missing:
-                        failure.text = f"{what} still waits for ranks {missing}, and {failure.text}"
+                        failure.text = f"{call} still waits for ranks {missing}, and {failure.text}"
                     raise
                 if contradiction:
                     raise invalid_usage(f"{function}: {contradiction}")
                 if not missing:
-                    last_error.text = f"{what} connects to its peers"
+                    last_error.text = f"{call} is connecting to its peers"
                     return list(endpoints)
-                endpoint = ""  # it is known there from now on
-                last_error.text = f"{what} still waits for ranks {missing}"
+                endpoint = ""  # send it only once
+                last_error.text = f"{call} still waits for ranks {missing}"
                 if time.monotonic() > deadline:
                     raise HostFailure(Result.SYSTEM_ERROR, f"{last_error.text} after {timeout:g} s")
                 if exiting.wait(pause):
@@ -151,29 +151,29 @@ class MeetingPlace(NamedTuple):
 
 
 def make_unique_id() -> bytes:
-    """128 bytes; starts this process's store at the first call."""
-    local = on_one_machine()
-    own = _own_store(local)
-    head = _HEAD.pack(_MAGIC, own.server.port, bytes.fromhex(machine_mark()), secrets.token_bytes(8), own.secret)
-    room = UNIQUE_ID_BYTES - len(head)
+    """Return a unique id of 128 bytes. The first call starts the store of this process."""
+    local = is_single_node()
+    store = _get_local_store(local)
+    head = _HEAD.pack(_MAGIC, store.server.port, bytes.fromhex(node_id()), secrets.token_bytes(8), store.secret)
+    capacity = UNIQUE_ID_BYTES - len(head)
     text = ""
-    for address in [] if local else own_addresses():
-        if len(text) + len(address) + 1 <= room:
+    for address in [] if local else local_addresses():
+        if len(text) + len(address) + 1 <= capacity:
             text += ("," if text else "") + address
     return (head + text.encode()).ljust(UNIQUE_ID_BYTES, b"\0")
 
 
-def _own_store(local: bool) -> _Own:
-    global _own
-    with _own_lock:
-        if _own is None or _own.process != os.getpid():
+def _get_local_store(local: bool) -> _LocalStore:
+    global _local_store
+    with _local_store_lock:
+        if _local_store is None or _local_store.pid != os.getpid():
             secret = secrets.token_bytes(_SECRET_BYTES)
-            _own = _Own(os.getpid(), Server(local, _key_of(secret)), secret)
-        return _own
+            _local_store = _LocalStore(os.getpid(), Server(local, _key_of(secret)), secret)
+        return _local_store
 
 
 def _key_of(secret: bytes) -> bytes:
-    """What a store admits by, of the secret in the unique id, and of the job's key if it has one."""
+    """Derive the key of a store from the secret in its unique id and PYNCCL_JOB_KEY, if set."""
     try:
         return sign(job_key(), secret)
     except ValueError as error:
@@ -181,30 +181,30 @@ def _key_of(secret: bytes) -> bytes:
 
 
 def close() -> None:
-    """At exit; and in a forked child, where it closes copies of what the parent goes on using."""
-    global _own, _own_lock
-    _own_lock = threading.Lock()
-    if _own is not None:
-        _own.server.close()
-    _own = None
+    """Close the store at exit. In a forked child, close the copies of the parent's descriptors."""
+    global _local_store, _local_store_lock
+    _local_store_lock = threading.Lock()
+    if _local_store is not None:
+        _local_store.server.close()
+    _local_store = None
 
 
-def meeting_of(unique_id: bytes, timeout: float) -> MeetingPlace:
-    """The part of a store that belongs to a unique id."""
-    magic, port, machine, number, secret = _HEAD.unpack_from(unique_id)
+def rendezvous_of(unique_id: bytes, timeout: float) -> Rendezvous:
+    """Return the rendezvous of a unique id."""
+    magic, port, node, number, secret = _HEAD.unpack_from(unique_id)
     if magic != _MAGIC or not port:
         raise invalid_argument(
-            "commId was not made by ncclGetUniqueId of the host library; all ranks have to use "
-            "the host library, and the 128 bytes have to arrive unchanged"
+            "commId was not made by ncclGetUniqueId of the host library; use the host library on all ranks and pass "
+            "its 128 bytes unchanged"
         )
     text = unique_id[_HEAD.size :].rstrip(b"\0").decode("ascii", "replace")
-    here = machine.hex() == machine_mark()
-    addresses = ["127.0.0.1"] if here else [address for address in text.split(",") if address]
-    return MeetingPlace((_reachable(addresses, port, timeout), port, _key_of(secret)), number.hex())
+    same_node = node.hex() == node_id()
+    addresses = ["127.0.0.1"] if same_node else [address for address in text.split(",") if address]
+    return Rendezvous((_reachable(addresses, port, timeout), port, _key_of(secret)), number.hex())
 
 
 def _reachable(addresses: list[str], port: int, timeout: float) -> str:
-    """The first address that answers."""
+    """Return the first address that accepts a connection."""
     reasons = []
     deadline = time.monotonic() + timeout
     for address in addresses:
@@ -213,12 +213,12 @@ def _reachable(addresses: list[str], port: int, timeout: float) -> str:
             socket.create_connection((address, port), timeout=left).close()
             return address
         except OSError as error:
-            if none_left(error):
+            if out_of_descriptors(error):
                 raise
             reasons.append(f"{address}: {error}")
-    tried = "; ".join(reasons) or "the unique id names no address that other machines could use"
+    tried = "; ".join(reasons) or "the unique id has no address that other nodes can reach"
     raise HostFailure(
         Result.REMOTE_ERROR,
-        f"cannot reach the process that made the unique id, port {port} ({tried}); it has to live as long as "
-        f"communicators are made of its ranks; where it has several interfaces, name one with {VARIABLES[0]} there",
+        f"cannot reach the process that made the unique id, port {port} ({tried}); keep it alive while its ranks "
+        f"create communicators; if its node has several interfaces, select one with {VARIABLES[0]} there",
     )

@@ -1,8 +1,8 @@
-"""One-sided operations: windows, signal counters, and the threads that carry puts beside all else.
+"""One-sided operations: windows, signal counters, and the threads that receive puts.
 
-A put sends its bytes over a connection of its own. At the target a thread per peer receives, writes into the window and
-only then counts the signal: so what a wait has counted is in memory, and a put does not wait for a call of its target.
-The threads start with the first window or wait; a communicator without them has none.
+A put sends its bytes over a separate connection. At the target, one thread per peer receives them, writes them into the
+window, and then counts the signal. So the data of a counted signal is in memory, and a put does not wait for a call of
+its target. The threads start with the first window or wait.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .comm import TIMEOUT_VARIABLE, Background, Comm
 from .exports import export
 from .failure import HostFailure, TransportFailure, invalid_argument, invalid_usage
 from .memory import bytes_of, view
-from .operation import Kind, Operation, Where
+from .operation import Kind, Operation, UsedOn
 from .stream import find as find_stream
 from .transport import Transport
 
@@ -37,13 +37,13 @@ _SLICE_SECONDS = 0.2
 
 _threads: weakref.WeakKeyDictionary[threading.Thread, Transport] = weakref.WeakKeyDictionary()
 
-# A signal of a rank: peer, its number, its context.
+# (peer, index, context)
 Signal = tuple[int, int, int]
 
 
 @dataclass
 class Window:
-    """This rank's part of a window, and the bytes of every rank's; unknown until they have been exchanged."""
+    """This rank's memory of a window. sizes: bytes on every rank, once exchanged."""
 
     address: int
     nbytes: int
@@ -51,7 +51,7 @@ class Window:
 
 
 class PutHeader(NamedTuple):
-    """What travels before the bytes of a put: where they go in the target's part, and the signal that they raise."""
+    """The header of a put: its place in the target's window, and its signal."""
 
     window: int
     offset: int
@@ -64,7 +64,7 @@ _HEAD = struct.Struct("<QQQqq")
 
 
 def rma_of(comm: Comm) -> Rma:
-    """The one-sided operations of a communicator, from the first use on."""
+    """Return the one-sided state of a communicator; the first call creates it."""
     with comm.mutex:
         if not isinstance(comm.rma, Rma):
             comm.rma = Rma(comm)
@@ -72,17 +72,17 @@ def rma_of(comm: Comm) -> Rma:
 
 
 class Rma(Background):
-    """The one-sided side of one communicator."""
+    """The one-sided operations of one communicator."""
 
     def __init__(self, comm: Comm) -> None:
-        # The condition is created once and also guards the windows: memory is written under it.
+        # The mutex also guards the windows: memory is written while holding it.
         self._comm: Comm = weakref.proxy(comm)
-        self._mutex = threading.RLock()  # entered by `with`: see Comm
+        self._mutex = threading.RLock()  # see Comm.mutex
         self._change = threading.Condition(self._mutex)
         self._windows: dict[int, Window] = {}
         self._registered = 0
         self._arrived: Counter[Signal] = Counter()
-        self._lost: dict[int, str] = {}
+        self._peer_errors: dict[int, str] = {}
         self._listening: set[int] = set()
         self._waits = 0
         self._closed = False
@@ -90,7 +90,7 @@ class Rma(Background):
     # Windows
 
     def add_window(self, address: int, nbytes: int) -> int:
-        """The number of a new window, equal on all ranks if they register in the same order."""
+        """Add a window and return its number, which is equal on all ranks if they register in the same order."""
         with self._mutex:
             number = _FIRST_WINDOW + 0x10 * self._registered
             self._registered += 1
@@ -101,7 +101,7 @@ class Rma(Background):
         window = self._windows.get(number or 0)
         if window is None:
             raise invalid_argument(
-                f"{name}: window is {number or 0:#x}, which this communicator does not have (any more)"
+                f"{name}: window is {number or 0:#x}; expected a window that is registered with this communicator"
             )
         return window
 
@@ -113,7 +113,7 @@ class Rma(Background):
     # Sending
 
     def put(self, peer: int, head: PutHeader, data: Tensor) -> None:
-        """Send one put, or do it if it is to this rank itself."""
+        """Send one put; write it directly if the target is this rank."""
         if peer == self._comm.rank:
             self._deliver(peer, head, data)
         else:
@@ -122,7 +122,7 @@ class Rma(Background):
     # Receiving
 
     def listen(self) -> None:
-        """Receive from all peers from now on."""
+        """Start the receiving threads of all peers."""
         with self._mutex:
             fresh = [peer for peer in self._comm.peers if peer not in self._listening]
             self._listening.update(fresh)
@@ -136,31 +136,31 @@ class Rma(Background):
         packed = bytearray(_HEAD.size)
         with contextlib.suppress(ReferenceError):
             try:
-                while True:  # until the peer closes: closing before would cut off what it has not read yet
+                while True:  # until the peer closes: closing earlier would lose data that it has not read
                     transport.rma_recv(peer, memoryview(packed))
                     head = PutHeader(*_HEAD.unpack(packed))
                     with self._mutex:
-                        self._check_room(peer, head)  # before memory is taken for it
+                        self._check_window(peer, head)  # before allocating memory
                     data = torch.empty(head.nbytes, dtype=torch.uint8)
                     transport.rma_recv(peer, bytes_of(data))
                     self._deliver(peer, head, data)
             except TransportFailure as failure:
-                self._lose(peer, failure)
+                self._peer_closed(peer, failure)
             except HostFailure as failure:
                 self._comm.fail(failure)
 
     def _deliver(self, peer: int, head: PutHeader, data: Tensor) -> None:
-        """Write what came from `peer`, then count its signal."""
+        """Write the data of a put from `peer`, then count its signal."""
         with self._mutex:
-            if self._closed:  # the memory may be gone
+            if self._closed:  # the user may have freed the memory
                 return
-            if (window := self._check_room(peer, head)) is not None:
+            if (window := self._check_window(peer, head)) is not None:
                 ctypes.memmove(window.address + head.offset, data.data_ptr(), head.nbytes)
             self._arrived[peer, head.signal, head.context] += 1
             self._change.notify_all()
 
-    def _check_room(self, peer: int, head: PutHeader) -> Window | None:
-        """Where it goes; None for a signal alone, and once all is over."""
+    def _check_window(self, peer: int, head: PutHeader) -> Window | None:
+        """Check that a put fits into its window; None for a signal without data, and after `close`."""
         if self._closed or not head.nbytes:
             return None
         window = self._windows.get(head.window)
@@ -172,15 +172,15 @@ class Rma(Background):
             )
         return window
 
-    def _lose(self, peer: int, failure: TransportFailure) -> None:
+    def _peer_closed(self, peer: int, failure: TransportFailure) -> None:
         with self._mutex:
-            self._lost[peer] = str(failure)
+            self._peer_errors[peer] = str(failure)
             self._change.notify_all()
 
     # Waiting
 
     def expect(self, wanted: Counter[Signal]) -> Callable[[], None]:
-        """What waits for so many signals, once it is its turn; until then `flush` lets it run."""
+        """Return a function that waits for the `wanted` signals. `flush` waits until it has run."""
         with self._mutex:
             self._waits += 1
 
@@ -195,7 +195,7 @@ class Rma(Background):
         return expected
 
     def _wait(self, wanted: Counter[Signal]) -> None:
-        """Block until so many signals have come, and take them off. Raises HostFailure, which sticks."""
+        """Block until the `wanted` signals have arrived, and consume them. A failure also fails the communicator."""
         self.listen()
         deadline = time.monotonic() + self._comm.timeout
         with self._mutex:
@@ -209,19 +209,19 @@ class Rma(Background):
         raise self._comm.fail(problem)
 
     def _problem(self, wanted: Counter[Signal], deadline: float) -> HostFailure | None:
-        """Why not to wait any longer."""
+        """Return the failure that ends the wait, if any."""
         comm = self._comm
         if comm.failure is not None:
             return HostFailure(comm.failure.code, comm.failure.text)
         if not (late := wanted - self._arrived):
             return None
-        rows = [f"{n} of rank {peer} (sigIdx={index}, ctx={ctx})" for (peer, index, ctx), n in late.items()]
-        what = f"ncclWaitSignal on rank {comm.rank} of {comm.size}: missing signals: {', '.join(rows)}"
+        rows = [f"{n} from rank {peer} (sigIdx={index}, ctx={ctx})" for (peer, index, ctx), n in late.items()]
+        call = f"ncclWaitSignal on rank {comm.rank} of {comm.size}: missing signals: {', '.join(rows)}"
         for peer, _, _ in late:
-            if peer in self._lost:
-                return HostFailure(Result.REMOTE_ERROR, f"{what}; {self._lost[peer]}")
+            if peer in self._peer_errors:
+                return HostFailure(Result.REMOTE_ERROR, f"{call}; {self._peer_errors[peer]}")
         if time.monotonic() >= deadline:
-            return HostFailure(Result.REMOTE_ERROR, f"{what}, after {comm.timeout:g} s ({TIMEOUT_VARIABLE})")
+            return HostFailure(Result.REMOTE_ERROR, f"{call}, after {comm.timeout:g} s ({TIMEOUT_VARIABLE})")
         return None
 
     # End
@@ -231,7 +231,7 @@ class Rma(Background):
         return self._waits > 0
 
     def flush(self) -> None:
-        """Wait until queued waits have run."""
+        """Wait until all queued waits have run."""
         with self._mutex:
             self._change.wait_for(lambda: not self._waits or self._comm.failure is not None, self._comm.timeout)
 
@@ -247,8 +247,8 @@ class Rma(Background):
 
 
 def join_threads(patience: float, timeout: float) -> None:
-    """At exit, after the communicators were destroyed: wait `patience` seconds in all for the peers to do the same,
-    since closing before would cut off what they have not read yet; then end the threads."""
+    """At exit, after destroying the communicators: wait up to `patience` seconds for the peers to do the same, since
+    closing earlier would lose data that they have not read; then end the threads."""
     deadline = time.monotonic() + patience
     for thread in list(_threads):
         thread.join(max(0.0, deadline - time.monotonic()))
@@ -259,7 +259,7 @@ def join_threads(patience: float, timeout: float) -> None:
 
 @dataclass(eq=False)
 class PutOperation(Operation):
-    """A put or, with count 0 and no window, a signal alone. It takes its turn among the communicator's operations."""
+    """A put; a signal without data if count is 0 and window is 0. It is ordered with the communicator's operations."""
 
     window: int = 0
     offset: int = 0
@@ -271,26 +271,26 @@ class PutOperation(Operation):
         _check_signal(self.name, self.comm, self.signal, self.context)
         if self.kind is PUT:
             window = rma_of(self.comm).window(self.name, self.window)
-            room = window.sizes[self.peer] if window.sizes else window.nbytes
-            if self.offset + self.nbytes > room:
+            capacity = window.sizes[self.peer] if window.sizes else window.nbytes
+            if self.offset + self.nbytes > capacity:
                 raise invalid_argument(
                     f"{self.name}: {self.nbytes} bytes at offset {self.offset} do not fit into the window of rank "
-                    f"{self.peer}, which has {room}"
+                    f"{self.peer}, which has {capacity} bytes"
                 )
 
 
 def _put(operation: Any) -> None:
-    own: PutOperation = operation
-    head = PutHeader(own.window, own.offset, own.nbytes, own.signal, own.context)
-    rma_of(own.comm).put(own.peer, head, view(own.send_ptr, own.nbytes, 1))
+    put: PutOperation = operation
+    head = PutHeader(put.window, put.offset, put.nbytes, put.signal, put.context)
+    rma_of(put.comm).put(put.peer, head, view(put.send_ptr, put.nbytes, 1))
 
 
-def _traffic(p: int, nbytes: int, to_itself: bool) -> tuple[int, float]:
-    return (0, 0.0) if to_itself else (1, float(nbytes))
+def _traffic(p: int, nbytes: int, to_self: bool) -> tuple[int, float]:
+    return (0, 0.0) if to_self else (1, float(nbytes))
 
 
-PUT = Kind("ncclPutSignal", _put, _traffic, recv=Where.NOWHERE, peer_is="peer")
-SIGNAL = Kind("ncclSignal", _put, _traffic, send=Where.NOWHERE, recv=Where.NOWHERE, peer_is="peer")
+PUT = Kind("ncclPutSignal", _put, _traffic, recv=UsedOn.NONE, peer_is="peer")
+SIGNAL = Kind("ncclSignal", _put, _traffic, send=UsedOn.NONE, recv=UsedOn.NONE, peer_is="peer")
 
 
 def _check_signal(name: str, comm: Comm, signal: int, context: int) -> None:
@@ -301,10 +301,10 @@ def _check_signal(name: str, comm: Comm, signal: int, context: int) -> None:
 
 def _issue(
     kind: Kind, comm: Comm, send_ptr: int, count: int, dtype: int, peer: int, flags: int, stream: int | None,
-    **where: int,
+    **place: int,
 ) -> None:  # fmt: skip
     comm.check_usable()
-    put = PutOperation(kind, comm, send_ptr, 0, count, dtype, 0, peer, **where)
+    put = PutOperation(kind, comm, send_ptr, 0, count, dtype, 0, peer, **place)
     put.check()
     check_flags(kind.name, "flags", flags, [0], "0")
     group.issue(put, find_stream(stream))
@@ -326,16 +326,16 @@ def ncclSignal(peer: int, signal: int, context: int, flags: int, comm: Comm, str
 
 @export
 def ncclWaitSignal(count: int, rows: Any, comm: Comm, stream: int | None) -> None:
-    """The rows are read now; the wait itself is ordered on its stream and holds up no other stream's operations."""
+    """Read the descriptors now and wait on the stream, without blocking operations on other streams."""
     name = "ncclWaitSignal"
     comm.check_usable()
     if count < 1 or not rows:
-        raise invalid_argument(f"{name}: {count} descriptors at {'an address' if rows else 'NULL'}; expected 1+")
+        raise invalid_argument(f"{name}: {count} descriptors at {'an address' if rows else 'NULL'}; expected 1 or more")
     wanted: Counter[Signal] = Counter()
     for row in (rows[i] for i in range(count)):
         if not 0 <= row.peer < comm.size or row.opCnt < 1:
             raise invalid_argument(
-                f"{name}: {row.opCnt} signals of rank {row.peer}; expected 1+, of rank 0.. {comm.size - 1}"
+                f"{name}: {row.opCnt} signals from rank {row.peer}; expected 1 or more, from rank 0 to {comm.size - 1}"
             )
         _check_signal(name, comm, row.sigIdx, row.ctx)
         wanted[row.peer, row.sigIdx, row.ctx] += row.opCnt
@@ -345,7 +345,7 @@ def ncclWaitSignal(count: int, rows: Any, comm: Comm, stream: int | None) -> Non
         comm.check_usable()
         expected = rma_of(comm).expect(wanted)
 
-        def job(comm: Comm = comm) -> None:  # which may be aborted, and has to live until this has noticed
+        def job(comm: Comm = comm) -> None:  # keeps an aborted communicator alive until this wait ends
             expected()
 
         if host_stream is None:

@@ -1,19 +1,20 @@
-"""The memory that a rank shares with its peers: an anonymous file (memfd), mapped by all of them.
+"""The memory that a rank shares with its peers: an anonymous file (memfd) that all of them map.
 
-It has no name anywhere, so nothing is left behind whoever is killed, and /dev/shm may be full. A peer opens it through
-/proc/PID/fd/N, for which the kernel wants the same user, and knows it by a random token. The file has its full length
-from the start, so nobody ever has to map it anew; memory is behind a part of it only once that has been reserved
-(fallocate), so a page that cannot be had is an error of the reservation, never a SIGBUS.
+The file has no name, so killed processes leave nothing behind, and /dev/shm may be full. A peer opens it through
+/proc/PID/fd/N, which the kernel permits for the same user only, and verifies a random token. The file has its full
+length from the start, so it is mapped once. Its memory is allocated in parts (fallocate) when first used, so a lack of
+memory is an error of the allocation and never a SIGBUS.
 
-    0           words, a cache line each: posted, complete, bell
+    0           words, one cache line each: posted, complete, doorbell
     512         token
-    1024        a header of 256 bytes for each slot
-    4096        the words of a channel to each rank for messages, a cache line each
-    (so far reserved from the start; what follows is reserved by the first operation that needs it)
+    1024        a header of 256 bytes per slot
+    4096        the words of the channel to each rank, one cache line each
+    (allocated at the start up to here; the rest by the first operation that needs it)
     then        SLOTS slots for collectives
-    then        MESSAGE_SLOTS slots of the channel to each rank, reserved channel by channel
+    then        MESSAGE_SLOTS slots of the channel to each rank, allocated per channel
 
-A rank alone writes its memory, but for two words: "complete" of rank 0, see `shared`, and "bell", see `channel`.
+Only a rank itself writes its memory, except for two words: "complete" of rank 0 (see `shared`) and "doorbell" (see
+`channel`).
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from .failure import HostFailure
 SLOTS = 4
 SLOT_BYTES = 1 << 20
 MESSAGE_SLOTS = 4
-MESSAGE_BYTES = 128 << 10  # of a slot for messages
-MOST_RANKS = 1024
-POSTED, COMPLETE, BELL = 0, 16, 32  # indices of words of 32 bits
+MESSAGE_BYTES = 128 << 10  # size of a message slot
+MAX_RANKS = 1024
+POSTED, COMPLETE, DOORBELL = 0, 16, 32  # indices of 32-bit words
 HEADER_BYTES = 256
 LINE_BYTES = 64
 TOKEN_BYTES = 16
@@ -54,24 +55,24 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 class Layout:
-    """Where things are in the memory of one of so many ranks."""
+    """Offsets in the segment of one rank, for a number of ranks."""
 
     def __init__(self, ranks: int) -> None:
-        self.slots_at = -(-(_CHANNELS_AT + ranks * LINE_BYTES) // 4096) * 4096  # a page: it is reserved apart
+        self.slots_at = -(-(_CHANNELS_AT + ranks * LINE_BYTES) // 4096) * 4096  # page-aligned: allocated separately
         self._channels_at = self.slots_at + SLOTS * SLOT_BYTES
         self.total = self._channels_at + ranks * _CHANNEL_BYTES
 
     def channel_words(self, peer: int) -> int:
-        """The words of the channel to `peer`."""
+        """Return the offset of the words of the channel to `peer`."""
         return _CHANNELS_AT + peer * LINE_BYTES
 
     def channel(self, peer: int) -> int:
-        """The slots of the channel to `peer`."""
+        """Return the offset of the slots of the channel to `peer`."""
         return self._channels_at + peer * _CHANNEL_BYTES
 
 
 class _Mapping:
-    """It ends when nobody refers to its bytes any more, views and tensors included."""
+    """A memory mapping, unmapped when the last reference to its bytes is gone, including views and tensors."""
 
     def __init__(self, fd: int, nbytes: int) -> None:
         address = _libc.mmap(None, nbytes, _READ_WRITE, _SHARED, fd, 0)
@@ -79,7 +80,7 @@ class _Mapping:
             raise OSError(ctypes.get_errno(), f"cannot map {nbytes} bytes: {os.strerror(ctypes.get_errno())}")
         self.address = address
         self.bytes = _type_of(nbytes).from_address(address)
-        # Not at exit, when threads may still be inside.
+        # Not at exit, when threads may still use it.
         weakref.finalize(self.bytes, _libc.munmap, address, nbytes).atexit = False
 
 
@@ -89,7 +90,7 @@ def _type_of(nbytes: int) -> Any:
 
 
 class Segment:
-    """One rank's memory, as this process has mapped it."""
+    """One rank's memory, mapped into this process."""
 
     def __init__(self, mapping: _Mapping, layout: Layout) -> None:
         self.layout = layout
@@ -99,19 +100,19 @@ class Segment:
         self.words = self.bytes[:_TOKEN_AT].cast("I")
         self.token = bytes(self.bytes[_TOKEN_AT : _TOKEN_AT + TOKEN_BYTES])
         self.headers = [self.bytes[_HEADERS_AT + i * HEADER_BYTES :][:HEADER_BYTES] for i in range(SLOTS)]
-        self.slots = [self.address + layout.slots_at + i * SLOT_BYTES for i in range(SLOTS)]  # their addresses
+        self.slots = [self.address + layout.slots_at + i * SLOT_BYTES for i in range(SLOTS)]  # addresses
 
 
 class OwnSegment(Segment):
-    """The memory that this rank has made, and may reserve parts of."""
+    """This rank's own memory, which it creates and allocates."""
 
     def __init__(self, ranks: int) -> None:
-        """Raises OSError, whose text names the size that cannot be had."""
-        self._lock = threading.Lock()  # a descriptor must not be used once it is closed: its number goes to others
+        """Raises OSError, which states the size, if memory is lacking."""
+        self._lock = threading.Lock()  # the number of a closed descriptor may be reused, so do not use it then
         layout = Layout(ranks)
         self.fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)
         try:
-            _get(layout.total, lambda: os.ftruncate(self.fd, layout.total))
+            _allocate(layout.total, lambda: os.ftruncate(self.fd, layout.total))
             self._reserve(0, layout.slots_at)
             mapping = _Mapping(self.fd, layout.total)
         except OSError:
@@ -119,26 +120,26 @@ class OwnSegment(Segment):
             raise
         memoryview(mapping.bytes).cast("B")[_TOKEN_AT : _TOKEN_AT + TOKEN_BYTES] = os.urandom(TOKEN_BYTES)
         super().__init__(mapping, layout)
-        self._reserved: set[int] = set()  # where parts begin that were reserved later
-        self.nbytes = layout.slots_at  # reserved so far
+        self._reserved: set[int] = set()  # offsets of the parts allocated later
+        self.nbytes = layout.slots_at  # allocated so far
 
     def reserve_slots(self) -> None:
-        """Have memory behind the slots. Raises HostFailure, whose text names the size that cannot be had."""
+        """Allocate the slots. Raises HostFailure, which states the size, if memory is lacking."""
         self._reserve_once(self.layout.slots_at, SLOTS * SLOT_BYTES)
 
     def reserve_channel(self, peer: int) -> None:
-        """The same for the slots of the channel to a peer."""
+        """Allocate the slots of the channel to a peer, like `reserve_slots`."""
         self._reserve_once(self.layout.channel(peer), _CHANNEL_BYTES)
 
     def close(self) -> None:
-        """Close the descriptor. The mapping ends with its last user."""
+        """Close the descriptor. The mapping lives until its last user is gone."""
         with self._lock:
             fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
 
     def after_fork(self) -> None:
-        """In a forked child, which has a copy of the descriptor and of a lock that somebody may hold."""
+        """In a forked child: close the copy of the descriptor, and replace the lock, which may be held."""
         self._lock = threading.Lock()
         self.close()
 
@@ -153,22 +154,22 @@ class OwnSegment(Segment):
             self.nbytes += nbytes
 
     def _reserve(self, start: int, nbytes: int) -> None:
-        _get(nbytes, lambda: os.posix_fallocate(self.fd, start, nbytes))
+        _allocate(nbytes, lambda: os.posix_fallocate(self.fd, start, nbytes))
 
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError, OSError):
             self.close()
 
 
-def _get(nbytes: int, get: Callable[[], None]) -> None:
+def _allocate(nbytes: int, call: Callable[[], None]) -> None:
     try:
-        get()
+        call()
     except OSError as error:
-        raise OSError(error.errno, f"{nbytes} bytes of shared memory cannot be had: {error.strerror}") from error
+        raise OSError(error.errno, f"cannot allocate {nbytes} bytes of shared memory: {error.strerror}") from error
 
 
 def open_segment(pid: int, fd: int, token: bytes, ranks: int) -> Segment:
-    """The memory of a peer. Raises OSError where it is not to be had: the kernel lets only the same user open it."""
+    """Map the memory of a peer. Raises OSError if that is impossible, e.g. for a process of another user."""
     path, layout = f"/proc/{pid}/fd/{fd}", Layout(ranks)
     if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
         raise OSError(f"{path} is another file: its process is in another PID namespace")

@@ -1,18 +1,17 @@
-"""Collectives through memory that all ranks have mapped: steps, in which ranks say "it is there" and wait for others.
+"""Collectives and messages through shared memory, synchronized in steps.
 
-Every rank has a segment that it alone writes. In a step a rank puts what others need into one of its slots, writes the
-header of its call beside it, and raises its word `posted`; others wait until the words of those whose data they need
-have come so far, and read in place. All ranks make the same steps. To post step t says that all steps up to t - 2 have
-been read, so a slot is free for step t, SLOTS = 4 later, once everybody has posted t - 2.
+Every rank has a segment that only it writes. In a step, a rank writes its data into one of its slots and the header of
+its call next to it, and increments its word `posted`. The other ranks wait for the `posted` words of the ranks whose
+data they need, and read the data in place. All ranks run the same steps. A rank posts step t after it has read all
+steps up to t - 2. So once all ranks have posted step t - 2, the slot of step t - SLOTS (= t - 4) is free for step t.
 
-Who waits for one rank sleeps on the word of that rank. Who waits for many sleeps on one word that all share, until the
-rank that posts last, and so sees that all have, wakes them together: one sleep and one wake-up a rank and step.
+A rank that waits for one peer sleeps on that peer's word. A rank that waits for several peers sleeps on one common
+word; the last rank to post wakes all sleepers. This costs one sleep and one wake-up per rank and step.
 
-Before it sleeps, in futex(2), a rank looks again and again for 0.3 ms, and gives its core away between two looks to
-whoever wants it. An idle core takes a tenth of a millisecond to wake up, and two ranks that take turns, each late
-because it was just woken, keep doing so for the whole of a large operation (measured: 30 ms instead of 12). What ends a
-wait otherwise is heard on the control connections: they are looked at whenever a sleep ends without progress, which is
-after 0.2 s, or at once when a rank that fails wakes everybody.
+Before sleeping in futex(2), a rank spins for 0.3 ms, and yields its core between polls. An idle core takes 0.1 ms to
+wake up, so two alternating ranks that sleep are late at every step of a large operation (measured: 30 ms instead of
+12). Failures arrive on the control connections. They are read whenever a sleep ends without progress: after 0.2 s, or
+at once when a failing rank wakes all others.
 """
 
 from __future__ import annotations
@@ -25,73 +24,76 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from . import futex
-from .channel import Bell, Incoming, Outgoing
+from .channel import Doorbell, RecvChannel, SendChannel
 from .connection import HEAD, HEAD_BYTES, TEXT_BYTES, Label
 from .failure import TransportFailure
-from .segment import BELL, COMPLETE, POSTED, SLOTS, OwnSegment, Segment
+from .segment import COMPLETE, DOORBELL, POSTED, SLOTS, OwnSegment, Segment
 from .transport import Transport
-from .watchdog import Activity, mismatch, other_calls
+from .watchdog import Activity, call_mismatch, mismatch
 
-_BEHIND = 1 << 31  # set in the difference of two words if the first is behind
+_SIGN_BIT = 1 << 31  # of the difference of two words: set if the first is behind
 _WORD = (1 << 32) - 1
 _TICK_SECONDS = 0.2
 _TICK = futex.timeout_of(_TICK_SECONDS)
 _SHORT_TICK = futex.timeout_of(0.02)  # once a peer has failed
 
-_SPIN_SECONDS, _LOOKS = 300e-6, 5
-_HISTORY = struct.Struct("<Q")  # of a header, behind the label: a checksum of all calls so far; then the last text
+_SPIN_SECONDS, _POLLS_PER_YIELD = 300e-6, 5
+# In a header, after the label: checksum of all calls so far; then the text of the last call.
+_HISTORY = struct.Struct("<Q")
 _COMPARED = HEAD_BYTES + _HISTORY.size
 
 
-# A message of a peer: (its rank, header or what it has to begin with, address, bytes).
+# (peer, header or its required prefix, address, nbytes)
 Message = tuple[int, bytes, int, int]
 
 
 class SharedMemory:
-    """One rank's end. Used by the thread whose operation it is, as a Transport; `wake` and `close` from any thread."""
+    """One rank's access to the shared memory. Only the thread that runs the current operation may use it, except for
+    `wake` and `close`."""
 
     def __init__(self, rank: int, segments: Sequence[Segment], transport: Transport, activity: Activity, spin: bool):
-        """segments: of all ranks, this one's an OwnSegment. spin: each rank is a process of its own."""
+        """segments: of all ranks; this rank's is an OwnSegment. spin: spin before sleeping; requires one process per
+        rank."""
         own = segments[rank]
         assert isinstance(own, OwnSegment)
         self.rank, self.segments, self._own = rank, segments, own
         self.peers = tuple(peer for peer in range(len(segments)) if peer != rank)
-        self._transport = weakref.ref(transport)  # which ends with its communicator, though operations are still kept
+        self._transport = weakref.ref(transport)  # weak: queued operations must not keep the transport alive
         self._activity = activity
         self._posted = [segment.words[POSTED : POSTED + 1] for segment in segments]
         self._words = [segment.address + 4 * POSTED for segment in segments]
         self._complete = segments[0].words[COMPLETE : COMPLETE + 1]
         self._complete_word = segments[0].address + 4 * COMPLETE
         self._spins = spin
-        bell = Bell(rank, len(segments))
-        self._outgoing = {peer: Outgoing(own, rank, segments[peer], peer, bell) for peer in self.peers}
+        doorbell = Doorbell(rank, len(segments))
+        self._outgoing = {peer: SendChannel(own, rank, segments[peer], peer, doorbell) for peer in self.peers}
         self._incoming = {
-            peer: Incoming(own, rank, segments[peer], peer, bell, partial(_unexpected, rank, activity, peer))
+            peer: RecvChannel(own, rank, segments[peer], peer, doorbell, partial(_unexpected, rank, activity, peer))
             for peer in self.peers
         }
-        self.reserved = False  # memory behind the slots
+        self.reserved = False  # whether the slots have memory
         self._step = 0
         self._header, self._last_text = b"", bytes(TEXT_BYTES)
         self._history = 0
-        self._compare = False  # labels, at the first step of a call
+        self._compare = False  # compare headers at the first step of a call
 
     # A call
 
     def begin(self, label: Label, nbytes: int) -> None:
-        """A call begins."""
+        """Begin a call."""
         head = label.head(nbytes) + label.text
         self._history = zlib.crc32(head, self._history)
         self._header = head + _HISTORY.pack(self._history) + self._last_text
         self._last_text = label.text
         self._compare = True
 
-    def room(self) -> int:
-        """Wait until the slot of the next step is free; returns its number."""
+    def acquire_slot(self) -> int:
+        """Wait until the slot of the next step is free; return its number."""
         self._wait(self.peers, (self._step - 1) & _WORD)
         return (self._step + 1) % SLOTS
 
     def post(self) -> int:
-        """Say that this rank's part of the next step is in its slot; returns the slot's number."""
+        """Announce that this rank's slot for the next step is filled; return the slot's number."""
         self._step = step = (self._step + 1) & _WORD
         slot = step % SLOTS
         header = self._header
@@ -100,10 +102,10 @@ class SharedMemory:
             futex.barrier()
         posted = self._posted
         posted[self.rank][0] = step
-        futex.wake(self._words[self.rank])  # also the barrier between this store and the looks at the others'
+        futex.wake(self._words[self.rank])  # the system call is also a barrier before the loads below
         if len(posted) > 2:
             for other in posted:
-                if (other[0] - step) & _BEHIND:
+                if (other[0] - step) & _SIGN_BIT:
                     break
             else:
                 self._complete[0] = step
@@ -111,7 +113,7 @@ class SharedMemory:
         return slot
 
     def wait(self, peers: Sequence[int]) -> None:
-        """Wait until these peers' parts of the step that was posted last are there."""
+        """Wait until `peers` have posted the last step of this rank."""
         self._wait(peers, self._step)
         if self._compare:
             self._compare = False
@@ -121,14 +123,14 @@ class SharedMemory:
                     raise self._mismatch(peer, bytes(self.segments[peer].headers[slot]))
 
     def reserve(self) -> None:
-        """Have memory behind the slots."""
+        """Allocate the memory of the slots."""
         self._own.reserve_slots()
         self.reserved = True
 
     # Messages
 
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message]) -> None:
-        """Send and receive at once, in this order for each peer. What is sent has been received at the end."""
+        """Send and receive concurrently, in order for each peer. Returns when the peers have received all sends."""
         outgoing, incoming = {}, {}
         for peer, head, address, nbytes in sends:
             outgoing[peer] = self._outgoing[peer]
@@ -140,38 +142,38 @@ class SharedMemory:
         def awaited() -> list[int]:
             for channel in outgoing.values():
                 channel.push()
-            for other in incoming.values():
-                other.pull()
+            for source in incoming.values():
+                source.pull()
             left = [peer for peer, channel in outgoing.items() if not channel.done]
-            return left + [peer for peer, other in incoming.items() if not other.done and peer not in left]
+            return left + [peer for peer, source in incoming.items() if not source.done and peer not in left]
 
-        self.until(self._own.words[BELL : BELL + 1], self._own.address + 4 * BELL, awaited)
+        self.wait_until(self._own.words[DOORBELL : DOORBELL + 1], self._own.address + 4 * DOORBELL, awaited)
 
     # Waiting
 
     def _wait(self, peers: Sequence[int], step: int) -> None:
         posted = self._posted
         for peer in peers:
-            if (posted[peer][0] - step) & _BEHIND:
+            if (posted[peer][0] - step) & _SIGN_BIT:
                 alone = len(peers) == 1
                 word, address = (posted[peer], self._words[peer]) if alone else (self._complete, self._complete_word)
-                self.until(word, address, lambda: [p for p in peers if (posted[p][0] - step) & _BEHIND])
+                self.wait_until(word, address, lambda: [p for p in peers if (posted[p][0] - step) & _SIGN_BIT])
                 break
         if not futex.ORDERED:
             futex.barrier()
 
-    def until(self, word: memoryview, address: int, awaited: Callable[[], Sequence[int]]) -> None:
-        """Until this rank waits for nobody any more. Raises TransportFailure.
+    def wait_until(self, word: memoryview, address: int, awaited: Callable[[], Sequence[int]]) -> None:
+        """Block until `awaited` returns no ranks. Raises TransportFailure.
 
-        word, address: what peers change, and wake, after whatever may make a difference.
-        awaited: makes what progress there can be; the ranks that are waited for after that."""
+        word, address: the word that peers write, and wake, after every relevant change.
+        awaited: makes progress, and returns the ranks that this rank still waits for."""
         transport = self._transport()
         if transport is None:
             raise TransportFailure("the communicator has ended")
         started = time.monotonic()
         next_tick = started + _TICK_SECONDS
         while True:
-            value = word[0]  # before the look at what it tells of
+            value = word[0]  # load it before the data that it announces
             if not futex.ORDERED:
                 futex.barrier()
             if not awaited():
@@ -180,31 +182,31 @@ class SharedMemory:
                 raise transport.broken
             if self._spins and self._spin(word, value):
                 continue
-            futex.wait(address, value, _SHORT_TICK if transport.has_lost else _TICK)
+            futex.wait(address, value, _SHORT_TICK if transport.any_peer_failed else _TICK)
             if word[0] == value or time.monotonic() > next_tick:
                 next_tick = time.monotonic() + _TICK_SECONDS
-                transport.hear()
-                if peers := awaited():  # after what was heard: who has ended, or gone on, did so before
-                    transport.look(peers, started, compare=True, all_is_here=True)
+                transport.read_control()
+                if peers := awaited():  # again: peers may have progressed before they failed
+                    transport.check_wait(peers, started, compare_calls=True, drained=True)
 
     def _spin(self, word: memoryview, value: int) -> bool:
-        """Look again and again for a short time, while nobody else wants the core; whether the word has changed."""
-        until = time.perf_counter() + _SPIN_SECONDS
-        while time.perf_counter() < until:
-            for _ in range(_LOOKS):
+        """Poll the word for a short time, yielding the core; return whether it has changed."""
+        end = time.perf_counter() + _SPIN_SECONDS
+        while time.perf_counter() < end:
+            for _ in range(_POLLS_PER_YIELD):
                 if word[0] != value:
                     return True
-            futex.give_way()
+            futex.sched_yield()
         return False
 
     def _mismatch(self, peer: int, theirs: bytes) -> TransportFailure:
         mine = self._header
-        for at in (HEAD.size, _COMPARED):  # this call; the one before, for whose peer nobody waited
+        for at in (HEAD.size, _COMPARED):  # this call; the previous one, if no rank waited for that peer
             if mine[at : at + TEXT_BYTES] != theirs[at : at + TEXT_BYTES]:
                 break
         else:
             at = HEAD.size
-        return other_calls(self.rank, _text(mine, at), peer, _text(theirs, at))
+        return call_mismatch(self.rank, _text(mine, at), peer, _text(theirs, at))
 
     # Memory and end
 
@@ -213,16 +215,16 @@ class SharedMemory:
         return self._own.nbytes
 
     def wake(self) -> None:
-        """Wake all who sleep, here and in other processes, to hear how this rank or another one has ended."""
-        bells = [segment.address + 4 * BELL for segment in self.segments]
-        for address in (*self._words, self._complete_word, *bells):
+        """Wake all sleeping threads, here and in other processes, so that they read the control connections."""
+        doorbells = [segment.address + 4 * DOORBELL for segment in self.segments]
+        for address in (*self._words, self._complete_word, *doorbells):
             futex.wake(address)
 
     def after_fork(self) -> None:
         self._own.after_fork()
 
     def close(self) -> None:
-        """Let nobody open this rank's memory any more. It ends with its last user."""
+        """Prevent peers from opening this rank's memory, which is freed by its last user."""
         self._own.close()
 
 

@@ -1,7 +1,7 @@
-"""A round of a collective through shared memory.
+"""One round of a collective through shared memory.
 
-It goes in pieces, one a step, which fit into a slot; a rank fills its slot for the next piece before it waits for this
-one, so it copies while others still do. What is received is read in place, in the slots of the ranks that sent it.
+Data is split into chunks that fit into a slot, one chunk per step. A rank fills its slot for the next chunk before it
+waits for the current one, so copies of different ranks overlap. Receivers read in place, from the senders' slots.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from .segment import SLOT_BYTES
 from .shared import SharedMemory
 
 ALIGNMENT = 64
-Block = tuple[int, int, int]  # the peer to which it is sent, or of which it comes; address; bytes
-# Takes a piece: start and bytes of it in its block, and where it is, of each source in their order.
+Block = tuple[int, int, int]  # (destination or source peer, address, nbytes)
+# Reads a chunk: (start in its block, nbytes, its address in the slot of each source, in their order).
 Read = Callable[[int, int, Sequence[int]], None]
 
 
@@ -24,45 +24,51 @@ def aligned(nbytes: int) -> int:
 
 
 @lru_cache(256)
-def cut(nbytes: int, most: int) -> tuple[int, list[tuple[int, int]]]:
-    """As few pieces as can be, of at most `most` bytes and of about the same size: the bytes of a piece, a multiple of
-    what a cache line has; start and length of each."""
-    most = most // ALIGNMENT * ALIGNMENT
-    piece = min(aligned(-(-nbytes // max(-(-nbytes // most), 1))), most) or ALIGNMENT
-    return piece, [(start, min(piece, nbytes - start)) for start in range(0, nbytes, piece)]
+def split_chunks(nbytes: int, max_nbytes: int) -> tuple[int, list[tuple[int, int]]]:
+    """Split a block into the fewest chunks of at most `max_nbytes` bytes and nearly equal size.
+
+    Returns the chunk size, a multiple of ALIGNMENT, and (start, nbytes) of each chunk."""
+    max_nbytes = max_nbytes // ALIGNMENT * ALIGNMENT
+    chunk = min(aligned(-(-nbytes // max(-(-nbytes // max_nbytes), 1))), max_nbytes) or ALIGNMENT
+    return chunk, [(start, min(chunk, nbytes - start)) for start in range(0, nbytes, chunk)]
 
 
-def block_of(owner: int, reader: int) -> int:
-    """Where in the slot of `owner` is what it has for `reader`: it has nothing there for itself."""
+def block_index(owner: int, reader: int) -> int:
+    """Return the index of the block for `reader` in the slot of `owner`, which has none for itself."""
     return reader - (reader > owner)
 
 
 def exchange(
-    shared: SharedMemory, apart: bool, most: int, sends: Sequence[Block], sources: Sequence[int], read: Read
+    shared: SharedMemory, per_peer: bool, max_nbytes: int, sends: Sequence[Block], sources: Sequence[int], read: Read
 ) -> None:
-    """Send blocks of at most `most` bytes, and read each piece once those of all `sources` are there.
+    """Send blocks of at most `max_nbytes` bytes, and read each chunk once those of all `sources` have arrived.
 
-    apart: a slot has a block for each peer of its rank, and not one for all of them. `apart` and `most` are equal on
-    all ranks."""
-    me, blocks = shared.rank, len(shared.peers) if apart else 1
+    per_peer: a slot has one block per peer, instead of one block for all peers. `per_peer` and `max_nbytes` are equal
+    on all ranks."""
+    me, blocks = shared.rank, len(shared.peers) if per_peer else 1
     if not shared.reserved:
         shared.reserve()
-    stride, pieces = cut(most, SLOT_BYTES // blocks)
-    put = [(block_of(me, peer) * stride if apart else 0, *block) for peer, *block in (sends if apart else sends[:1])]
+    stride, chunks = split_chunks(max_nbytes, SLOT_BYTES // blocks)
+    outgoing = [
+        (block_index(me, peer) * stride if per_peer else 0, *block)
+        for peer, *block in (sends if per_peer else sends[:1])
+    ]
     own = shared.segments[me].slots
 
     def fill(start: int, n: int) -> None:
-        target = own[shared.room()]
-        for place, address, nbytes in put:
+        target = own[shared.acquire_slot()]
+        for offset, address, nbytes in outgoing:
             if start < nbytes:
-                memmove(target + place, address + start, min(n, nbytes - start))
+                memmove(target + offset, address + start, min(n, nbytes - start))
 
-    fill(*pieces[0])
-    for at, (start, n) in enumerate(pieces):
+    fill(*chunks[0])
+    for at, (start, n) in enumerate(chunks):
         slot = shared.post()
-        if at + 1 < len(pieces):
-            fill(*pieces[at + 1])
+        if at + 1 < len(chunks):
+            fill(*chunks[at + 1])
         if sources:
-            there = [shared.segments[p].slots[slot] + (block_of(p, me) * stride if apart else 0) for p in sources]
+            addresses = [
+                shared.segments[p].slots[slot] + (block_index(p, me) * stride if per_peer else 0) for p in sources
+            ]
             shared.wait(sources)
-            read(start, n, there)
+            read(start, n, addresses)

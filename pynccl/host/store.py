@@ -1,7 +1,7 @@
-"""The store where ranks meet: a table of who has come, and a server that lends it to other processes.
+"""The rendezvous store: a table of the ranks that have joined, and a server for other processes.
 
-What NCCL's bootstrap root is to NCCL. A request is a list in JSON behind its length, and so is its answer. Nobody but a
-client that knows the store's key is listened to: see `admission`.
+It is the counterpart of NCCL's bootstrap root. Requests and answers are JSON lists, each preceded by its length. Only
+clients that know the store's key are served: see `admission`.
 """
 
 from __future__ import annotations
@@ -14,29 +14,30 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from ..admission import STRANGER_SECONDS, Acceptor, Who, listen, receive
+from ..admission import HANDSHAKE_SECONDS, Acceptor, PeerId, listen, receive
 
 MAX_FRAME = 16 << 20
 MAX_REQUEST = 4096
 MAX_RANKS = 1 << 16
-MAX_MEETINGS = 4096  # the oldest go first
+MAX_RENDEZVOUS = 4096  # the oldest are dropped first
 
 _SEND_SECONDS = 1.0
 _LENGTH = struct.Struct("<I")
 
 
 def frame(message: Any) -> bytes:
-    """A message as it travels."""
+    """Serialize a message: length, then JSON."""
     body = json.dumps(message).encode()
     return _LENGTH.pack(len(body)) + body
 
 
-def take_frames(received: bytearray, most: int = MAX_FRAME) -> Iterator[Any]:
-    """The messages of at most so many bytes that have arrived whole; they are taken out of `received`. ValueError for
-    what is none."""
+def take_frames(received: bytearray, max_bytes: int = MAX_FRAME) -> Iterator[Any]:
+    """Remove complete messages from `received` and yield them.
+
+    Raises ValueError for invalid messages and for those above `max_bytes`."""
     while len(received) >= _LENGTH.size:
         (length,) = _LENGTH.unpack_from(received)
-        if length > most:
+        if length > max_bytes:
             raise ValueError(f"a message of {length} bytes")
         end = _LENGTH.size + length
         if len(received) < end:
@@ -45,20 +46,20 @@ def take_frames(received: bytearray, most: int = MAX_FRAME) -> Iterator[Any]:
         del received[:end]
         try:
             message = json.loads(body)
-        except RecursionError as error:  # brackets without end
+        except RecursionError as error:  # deeply nested brackets
             raise ValueError("a message that is nested too deeply") from error
         yield message
 
 
-class _Meeting:
-    """The ranks of one communicator that have come, and where they listen."""
+class _Rendezvous:
+    """The ranks of one communicator that have joined, and their endpoints."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.endpoints: dict[int, str] = {}
         self.contradiction = ""
 
-    def enter(self, rank: int, size: int, endpoint: str) -> None:
+    def join(self, rank: int, size: int, endpoint: str) -> None:
         if size != self.size:
             self.contradiction = f"rank {rank} says there are {size} ranks, another rank says {self.size}"
         elif rank in self.endpoints:
@@ -68,53 +69,53 @@ class _Meeting:
 
 
 class Store:
-    """Meetings by name, for the threads of this process."""
+    """Rendezvous by name, for the threads of this process."""
 
     def __init__(self) -> None:
-        self._meetings: dict[str, _Meeting] = {}
+        self._rendezvous: dict[str, _Rendezvous] = {}
         self._lock = threading.Lock()
 
-    def answer(self, request: Any) -> list[Any]:
-        """[how the ranks contradict each other, who is missing, the endpoints of all ranks once nobody is].
+    def handle(self, request: Any) -> list[Any]:
+        """Handle [name, rank, size, endpoint]; return [contradiction, missing ranks, endpoints of all ranks].
 
-        A request is [meeting, rank, size, endpoint], where a rank that asks again leaves the endpoint empty. Raises
-        ValueError for what is none."""
+        The contradiction is "" if there is none; the endpoints are [] until all ranks have joined. Later requests of
+        a rank have an empty endpoint. Raises ValueError for an invalid request."""
         match request:
             case [str(name), int(rank), int(size), str(endpoint)] if 0 <= rank < size <= MAX_RANKS:
                 pass
             case _:
-                raise ValueError(f"{request!r} is no request")
+                raise ValueError(f"{request!r} is not a valid request")
         with self._lock:
-            meeting = self._meetings.setdefault(name, _Meeting(size))
-            if len(self._meetings) > MAX_MEETINGS:
-                del self._meetings[next(iter(self._meetings))]
+            rendezvous = self._rendezvous.setdefault(name, _Rendezvous(size))
+            if len(self._rendezvous) > MAX_RENDEZVOUS:
+                del self._rendezvous[next(iter(self._rendezvous))]
             if endpoint:
-                meeting.enter(rank, size, endpoint)
-            missing = [rank for rank in range(meeting.size) if rank not in meeting.endpoints]
-            endpoints = [] if missing else [meeting.endpoints[rank] for rank in range(meeting.size)]
-            return [meeting.contradiction, missing, endpoints]
+                rendezvous.join(rank, size, endpoint)
+            missing = [rank for rank in range(rendezvous.size) if rank not in rendezvous.endpoints]
+            endpoints = [] if missing else [rendezvous.endpoints[rank] for rank in range(rendezvous.size)]
+            return [rendezvous.contradiction, missing, endpoints]
 
 
 class Server:
-    """A store that other processes reach at `port`, if they know its key; ends with the process."""
+    """A store for other processes that know its key, at `port`. It ends with the process."""
 
     def __init__(self, local: bool, key: bytes) -> None:
-        """local: on the loopback alone."""
+        """local: listen on loopback only."""
         self.store = Store()
         self._selector = selectors.DefaultSelector()
         self._acceptor = Acceptor(listen(local), self._selector, key, self._admit)
         self.port: int = self._acceptor.listener.getsockname()[1]
-        self._clients: dict[socket.socket, bytearray] = {}  # what they have sent
+        self._clients: dict[socket.socket, bytearray] = {}  # received bytes
         threading.Thread(target=self._serve, name="pynccl-host-store", daemon=True).start()
 
     def close(self) -> None:
-        """Close this process's ends, at exit or in a forked child."""
+        """Close the descriptors, at exit or in a forked child."""
         for sock in [self._acceptor.listener, *self._acceptor.waiting, *self._clients]:
             sock.close()
 
     def _serve(self) -> None:
         while True:
-            for key, _ in self._selector.select(STRANGER_SECONDS):
+            for key, _ in self._selector.select(HANDSHAKE_SECONDS):
                 sock: socket.socket = key.fileobj  # type: ignore[assignment]
                 if sock in self._clients:
                     self._handle(sock)
@@ -122,12 +123,12 @@ class Server:
                     self._acceptor.handle(sock)
             self._acceptor.drop()
 
-    def _admit(self, sock: socket.socket, _: Who) -> None:
+    def _admit(self, sock: socket.socket, _: PeerId) -> None:
         self._clients[sock] = bytearray()
         self._selector.register(sock, selectors.EVENT_READ)
 
     def _handle(self, sock: socket.socket) -> None:
-        """Answer what has arrived; let the client go that is of no use any more."""
+        """Answer the requests of a client, and disconnect it after an error or at its end."""
         data = receive(sock)
         if data:
             received = self._clients[sock]
@@ -135,9 +136,9 @@ class Server:
             try:
                 sock.settimeout(_SEND_SECONDS)
                 for request in take_frames(received, MAX_REQUEST):
-                    sock.sendall(frame(self.store.answer(request)))
+                    sock.sendall(frame(self.store.handle(request)))
                 sock.setblocking(False)
-            except (OSError, ValueError):  # a rank reads its answer at once
+            except (OSError, ValueError):  # also a client that does not read its answer
                 data = b""
         if data == b"":
             self._selector.unregister(sock)

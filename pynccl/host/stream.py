@@ -1,10 +1,10 @@
 """Streams and events of the host library: in-order queues, each run by a worker thread.
 
-`HostStream` and `HostEvent` behave like their CUDA namesakes, so that ordering bugs show without a GPU. The handle 0
-(or None) stands for the caller: work on it runs in the calling thread before the call returns.
+`HostStream` and `HostEvent` behave like CUDA streams and events, so that ordering bugs show without a GPU. The handle 0
+(or None) is the caller's stream: its work runs in the calling thread before the call returns.
 
-Work that fails does not stop its stream. The error is raised once, by `synchronize()` of the stream or of an event
-recorded after it, or by a caller that waits for such an event.
+Failed work does not stop its stream. The error is raised once: by `synchronize()` of the stream or of an event recorded
+after the work, or in a caller that waits for such an event.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ _events: weakref.WeakValueDictionary[int, HostEvent] = weakref.WeakValueDictiona
 
 
 def explain(error: BaseException) -> BaseException:
-    """An error that a stream is about to raise, with what is known about it. Replaced by whoever knows more."""
+    """Add details to an error that a stream is about to raise. A hook: pynccl replaces this function."""
     return error
 
 
 def as_error(failure: BaseException) -> BaseException:
-    """The exception that users see: NcclError for what the C function would return as a code."""
+    """Return the exception for users: an NcclError for a HostFailure, otherwise `failure` itself."""
     if isinstance(failure, HostFailure):
         return from_result(failure.code, "an operation on a host stream", REASONS[failure.code], failure.text)
     return failure
 
 
 class _Queue:
-    """What the thread of a stream needs; holds no reference to the stream, so one that is dropped ends its thread."""
+    """The state of a stream's thread. It does not reference the stream, so that dropping the stream ends the thread."""
 
     def __init__(self) -> None:
         self.jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self.done = 0
-        self.error: BaseException | None = None  # the first one that nobody has seen yet
+        self.error: BaseException | None = None  # the first error that has not been raised yet
         self._lock = threading.Lock()
 
     def work(self) -> None:
@@ -55,14 +55,14 @@ class _Queue:
             if not exiting.is_set():
                 try:
                     job()
-                except BaseException as error:  # the thread must live on, whatever a job raises
+                except BaseException as error:  # a failing job must not end the thread
                     with self._lock:
                         self.error = self.error or as_error(error)
-            del job  # with it go the buffers that its closure holds
+            del job  # releases the buffers in its closure
             self.done += 1
 
     def take_error(self) -> BaseException | None:
-        """The error that nobody has seen yet, which counts as seen from now on."""
+        """Return and clear the error that has not been raised yet."""
         with self._lock:
             error, self.error = self.error, None
         return explain(error) if error is not None else None
@@ -81,13 +81,13 @@ class _Completion:
         self._failed: _Queue | None = None
 
     def complete(self, queue: _Queue | None = None) -> None:
-        """Of what was queued there, if not of the caller."""
+        """Mark as completed. queue: of the stream on which it was recorded; None for the caller's."""
         self.moment = time.perf_counter()
         self._failed = queue if queue is not None and queue.error is not None else None
         self.happened.set()
 
     def wait(self) -> None:
-        # In slices only because a process that exits drops queued work, and then nobody sets the event.
+        # In slices, since an exiting process drops queued work and then never sets the event.
         while not self.happened.wait(0.2) and not exiting.is_set():
             pass
 
@@ -102,7 +102,7 @@ class _Completion:
 
 
 class HostEvent(Shared):
-    """A point in a stream. Never recorded, it counts as completed, as in CUDA; recorded again, it forgets the first."""
+    """A point in a stream. As in CUDA, an event that was never recorded is complete; recording again replaces it."""
 
     def __init__(self) -> None:
         self._completion: _Completion | None = None
@@ -110,14 +110,14 @@ class HostEvent(Shared):
 
     @property
     def handle(self) -> int:
-        """What C functions call this event. Made when it is first asked for: most events never cross into C."""
+        """The handle of this event for C functions, created on first use."""
         if not self._handle:
             self._handle = next(_event_handles)
             _events[self._handle] = self
         return self._handle
 
     def record(self, stream: _Stream | int | None = None) -> HostEvent:
-        """Mark the work that is queued on `stream` now. On the caller (0 or None) it completes at once."""
+        """Record the event after the work queued on `stream`. On 0 or None, the caller, it completes at once."""
         completion = _Completion()
         owner = find(stream)
         if owner is None:
@@ -128,7 +128,7 @@ class HostEvent(Shared):
         return self
 
     def wait(self, stream: _Stream | int | None = None) -> None:
-        """Make later work of `stream` wait for this event; the caller (0 or None) blocks."""
+        """Make later work of `stream` wait for this event. With the caller's stream (0 or None), block."""
         completion = self._completion
         owner = find(stream)
         if completion is None:
@@ -139,7 +139,7 @@ class HostEvent(Shared):
             owner.submit(completion.wait)
 
     def synchronize(self) -> None:
-        """Block until the event has happened; raise the error of the work before it, once."""
+        """Block until the event is complete. Raise the error of preceding work, once."""
         if self._completion is not None:
             self._completion.wait_and_raise()
 
@@ -148,67 +148,67 @@ class HostEvent(Shared):
 
     @property
     def failed(self) -> bool:
-        """Whether it has happened though work before it has failed."""
+        """Whether the event is complete and preceding work has failed."""
         return self._completion is not None and self._completion.failed
 
     @property
     def moment(self) -> float:
-        """When it was completed, in seconds of time.perf_counter(), which all processes of a machine share."""
+        """Completion time in seconds of time.perf_counter(), which all processes of a node share."""
         if self._completion is None or not self.query():
-            raise ValueError("moment: the event has to be recorded and completed; call synchronize() first")
+            raise ValueError("moment: the event is not recorded and completed; call record() and synchronize() first")
         return self._completion.moment
 
     def elapsed_time(self, end: HostEvent) -> float:
-        """Milliseconds from this event to `end`; both have to be recorded and completed."""
+        """Return the milliseconds from this event to `end`. Both must be recorded and completed."""
         if not isinstance(end, HostEvent):
-            raise TypeError(f"elapsed_time: end is a {type(end).__name__}, expected another event of the host library")
+            raise TypeError(f"elapsed_time: end is a {type(end).__name__}, expected an event of the host library")
         if self._completion is None or end._completion is None or not (self.query() and end.query()):
-            raise ValueError("elapsed_time: both events have to be recorded and completed; call synchronize() first")
+            raise ValueError("elapsed_time: both events must be recorded and completed; call synchronize() first")
         return (end._completion.moment - self._completion.moment) * 1e3
 
 
 class _Stream(Shared):
-    """The verbs of a stream; of one that runs everything at once."""
+    """The stream interface, for a stream that runs all work immediately."""
 
     handle = 0
 
     def __cuda_stream__(self) -> tuple[int, int]:
-        """(version, handle): the protocol of cuda.core. The handle means something to the host library alone."""
+        """Return (version, handle), as in the protocol of cuda.core. Only the host library knows the handle."""
         return 0, self.handle
 
     def record(self, event: HostEvent | None = None) -> HostEvent:
-        """Record `event`, or a new one, after all that is queued now."""
+        """Record `event`, or a new event, after all work queued so far. Return it."""
         if event is not None and not isinstance(event, HostEvent):
             raise TypeError(
-                f"record: event is a {type(event).__name__}, expected one of pynccl.create_event() with the host "
-                "library, or None for a new one"
+                f"record: event is a {type(event).__name__}, expected a host event from pynccl.create_event(), or None "
+                "for a new event"
             )
         return (event or HostEvent()).record(self)
 
     def wait(self, other: HostEvent | _Stream) -> None:
-        """Make later work wait for an event, or for all that is queued on another stream now. The caller blocks."""
+        """Make later work wait for an event, or for another stream's queued work. The caller's stream blocks."""
         if not isinstance(other, (HostEvent, _Stream)):
             raise TypeError(
-                f"wait: event is a {type(other).__name__}, expected an event or a stream of the host library, such as "
-                "pynccl.create_event() and pynccl.create_stream() make"
+                f"wait: event is a {type(other).__name__}, expected a host event or stream, from "
+                "pynccl.create_event() or pynccl.create_stream()"
             )
         (other if isinstance(other, HostEvent) else other.record()).wait(self)
 
     def synchronize(self) -> None:
-        """Block until all that is queued now has run; raise the first error of that work, once."""
+        """Block until all work queued so far has run. Raise its first error, once."""
         self.record().synchronize()
 
     def query(self) -> bool:
-        """Whether all work that was queued has run."""
+        """Return whether all queued work has run."""
         return True
 
 
 class CallerStream(_Stream):
-    """The caller, whom the handle 0 stands for. His work is done when he asks."""
+    """The caller's stream, with handle 0. Its work has always completed."""
 
 
 class HostStream(_Stream):
-    """An in-order queue of work, run by a daemon thread. `priority` is accepted and does nothing."""
+    """An in-order queue of work, run by a daemon thread. `priority` has no effect."""
 
     def __init__(self, priority: int = 0) -> None:
         self.priority = priority
@@ -225,29 +225,29 @@ class HostStream(_Stream):
         return f"HostStream(handle={self.handle:#x})"
 
     def submit(self, fn: Job) -> None:
-        """Run `fn()` on the worker, after all that is queued now; what it returns is dropped."""
+        """Run `fn()` on the worker after all work queued so far. Its return value is ignored."""
         with self._lock:
             if self._closed:
-                raise NcclInvalidUsage(f"{self!r} is closed; make another with pynccl.create_stream()")
+                raise NcclInvalidUsage(f"{self!r} is closed; create a new one with pynccl.create_stream()")
             self._queued += 1
             self._queue.jobs.put(fn)
 
     def then(self, fn: Callable[[BaseException | None], object]) -> None:
-        """Run `fn(error)` after all that is queued now: the error of it that nobody has seen yet, or None."""
+        """Run `fn(error)` after all work queued so far: its first error that was not raised yet, or None."""
         queue = self._queue
         self.submit(lambda: fn(queue.take_error()))
 
     def hold(self, keep: object) -> None:
-        """Keep an object until all that is queued now has run: the worker drops it when it comes to it."""
+        """Keep an object alive until all work queued so far has run."""
         with self._lock:
             self._queued += 1
-            self._queue.jobs.put(lambda: keep)  # also of a closed stream: what is queued is run, and goes, in order
+            self._queue.jobs.put(lambda: keep)  # even if closed: queued work still runs in order
 
     def query(self) -> bool:
         return self._queue.done == self._queued
 
     def close(self) -> None:
-        """Run what is queued, then end the worker. The handle is invalid at once."""
+        """Run the queued work, then end the worker. The handle becomes invalid at once."""
         with self._lock:
             if self._closed:
                 return
@@ -262,35 +262,39 @@ class HostStream(_Stream):
             self._queue.jobs.put(None)
 
 
-def made_here(handle: int) -> HostStream | None:
-    """The stream of a handle, if it is one."""
+def stream_from_handle(handle: int) -> HostStream | None:
+    """Return the HostStream of a handle; None if there is none."""
     return _streams.get(handle)
 
 
 def find(stream: _Stream | int | None) -> HostStream | None:
-    """The stream of a handle; None for the caller. Unknown handles raise HostFailure(ncclInvalidArgument)."""
+    """Return the stream of a handle; None for the caller's. Unknown handles raise HostFailure(ncclInvalidArgument)."""
     if isinstance(stream, HostStream):
         return stream
     if not stream or isinstance(stream, _Stream):
         return None
     if not isinstance(stream, int):
-        raise TypeError(f"stream is a {type(stream).__name__}, expected one of pynccl.create_stream(), or its handle")
+        raise TypeError(
+            f"stream is a {type(stream).__name__}, expected a stream from pynccl.create_stream(), or its handle"
+        )
     found = _streams.get(stream)
     if found is None:
-        raise invalid_argument(f"stream is {stream:#x}, which is no HostStream or was closed; 0 stands for the caller")
+        raise invalid_argument(
+            f"stream is {stream:#x}; expected a HostStream that is not closed, or 0 for the caller's stream"
+        )
     return found
 
 
 def find_event(handle: int) -> HostEvent:
-    """The event of a handle. Unknown ones raise HostFailure(ncclInvalidArgument)."""
+    """Return the event of a handle. Unknown handles raise HostFailure(ncclInvalidArgument)."""
     found = _events.get(handle)
     if found is None:
-        raise invalid_argument(f"event is {handle:#x}, which is the handle of no HostEvent that lives")
+        raise invalid_argument(f"event is {handle:#x}; expected the handle of a live HostEvent")
     return found
 
 
 def drop_queued_work() -> list[threading.Thread]:
-    """At exit: let every worker discard what it has not begun; returns the workers' threads."""
+    """At exit: make every worker discard work that has not begun. Return the workers' threads."""
     streams = list(_streams.values())
     for stream in streams:
         stream._queue.jobs.put(None)
@@ -298,7 +302,7 @@ def drop_queued_work() -> list[threading.Thread]:
 
 
 def after_fork() -> None:
-    """In a forked child, where no worker came along: streams of the parent are closed."""
+    """In a forked child, which has no worker threads: close the parent's streams."""
     for stream in list(_streams.values()):
         stream._lock = threading.Lock()
         stream._closed = True

@@ -1,14 +1,14 @@
-"""Bytes between ranks: messages in order over a connection per peer, and how a wait for them ends.
+"""The socket transport: ordered messages over one connection per peer, with timeouts and failure detection.
 
-Why not gloo's ProcessGroup: it has no wait that can be left. When a peer dies in the middle of a large message, gloo
-forgets whoever waits for it (Pair::signalException passes over what is half sent or half received), so a survivor would
-stand in it until its time-out; Ctrl-C is not heard; and a time-out closes every connection. Here the thread that waits
-moves the bytes itself, and looks up for signals, failures and its deadline.
+It does not use gloo's ProcessGroup, because gloo's waits cannot be interrupted. When a peer dies in the middle of a
+large message, Pair::signalException skips half-sent and half-received messages, so a survivor waits until its timeout;
+Ctrl-C has no effect; and a timeout closes every connection. Here the waiting thread moves the bytes itself and checks
+for signals, failures and its deadline.
 
-Both ends of a connection post their messages in the same order. Each carries a header that says which call it belongs
-to, so calls that disagree are found out by the first of them that meet, before any data is taken for another's.
-Beside the data runs a control connection, on which ranks say how they end ("finalize", "fail") and, once they have
-waited for a while, what they wait for ("status"): so the one rank that is gone is named by all, and not who noticed it.
+Both ends of a connection post their messages in the same order. Each message has a header that identifies its call, so
+mismatched calls are detected at their first message, before any data is delivered to the wrong call. A separate control
+connection carries "finalize", "fail" and, from ranks that have waited for a while, "status" (what they wait for), so
+every rank names the rank that is gone, and not the rank that noticed it.
 """
 
 from __future__ import annotations
@@ -31,20 +31,21 @@ from .watchdog import Activity, culprit_of, disagreement, mismatch, timed_out
 
 _TICK_SECONDS = 0.2
 _STALL_SECONDS = 0.5
-_GRACE_SECONDS = 0.4  # for what a peer sent before its end to complete the operation all the same
-_EXPLAIN_SECONDS = 0.4
+_GRACE_SECONDS = 0.4  # data that a peer sent before it failed may still complete the operation
+_REASON_SECONDS = 0.4
 _NOTHING = memoryview(b"")
 
 
 class Transport:
-    """The connections of one communicator. `send` and `recv` post, `wait` completes; one thread at a time."""
+    """The connections of one communicator. `send` and `recv` post messages, `wait` completes them. Use it from one
+    thread at a time."""
 
     def __init__(self, rank: int, channels: Mapping[int, Channels], activity: Activity, timeout: float) -> None:
-        """activity: what this rank does, for messages. timeout: seconds for every wait."""
+        """activity: the current call of this rank, for error messages. timeout: in seconds, for every wait."""
         self._rank = rank
         self._connections = {peer: Connection(peer, ends) for peer, ends in sorted(channels.items())}
         self._activity = activity
-        self.limit = timeout
+        self.timeout = timeout
         self._broken: TransportFailure | None = None
         self._epoll = select.epoll()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -67,7 +68,7 @@ class Transport:
 
     @property
     def nbytes(self) -> int:
-        """Memory of its own: the kernel's buffers of its connections, as they are at first."""
+        """Initial size of the kernel's receive buffers of its connections."""
         sockets = (sock for connection in self._connections.values() for sock in (connection.data, connection.control))
         return sum(sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) for sock in sockets)
 
@@ -81,12 +82,12 @@ class Transport:
             self._push(connection)
         return transfer
 
-    def recv(self, peer: int, data: memoryview, label: Label, answer: Label | None = None) -> Transfer:
-        """answer: what to send back, without data, once the message is here."""
+    def recv(self, peer: int, data: memoryview, label: Label, ack_label: Label | None = None) -> Transfer:
+        """ack_label: label of the empty acknowledgement that is sent back once the message has arrived."""
         connection = self._connections[peer]
         transfer = Transfer(connection, bytearray(HEAD_BYTES), data)
-        transfer.then = answer
-        # The two ends of a message differ in their texts, "send" and "recv"; those of a collective in nothing.
+        transfer.ack_label = ack_label
+        # The texts of a send and its recv differ; all ranks of a collective have the same text.
         transfer.expected = label.head(len(data))
         if label.form is Form.COLLECTIVE:
             transfer.expected += label.text
@@ -102,7 +103,7 @@ class Transport:
         self.wait(transfers)
 
     def _push(self, connection: Connection) -> None:
-        """Send what the connection takes now."""
+        """Send as much as the socket accepts without blocking."""
         sends = connection.sends
         try:
             while sends:
@@ -113,10 +114,10 @@ class Transport:
         except BlockingIOError:
             pass
         except OSError as error:
-            raise self._broken_off(connection, error) from None
+            raise self._io_failure(connection, error) from None
 
     def _pull(self, connection: Connection) -> None:
-        """Receive what has come for what was posted."""
+        """Receive the data that has arrived for the posted messages."""
         recvs = connection.recvs
         try:
             while recvs:
@@ -126,23 +127,25 @@ class Transport:
                 else:
                     moved = connection.data.recvmsg_into(first.parts)[0]
                 if not moved:
-                    raise self._loss(connection)
+                    raise self._peer_failure(connection)
                 begun, finished = first.got < HEAD_BYTES, first.advance(moved)
                 if begun and first.got >= HEAD_BYTES and not first.head.startswith(first.expected):
                     call = self._activity.describe()
                     raise mismatch(self._rank, call, connection.peer, bytes(first.head), first.expected)
                 if finished:
                     recvs.popleft()
-                    if first.then is not None:
-                        first.answer = self.send(connection.peer, _NOTHING, first.then)
+                    if first.ack_label is not None:
+                        first.ack = self.send(connection.peer, _NOTHING, first.ack_label)
         except BlockingIOError:
             pass
         except OSError as error:
-            raise self._broken_off(connection, error) from None
+            raise self._io_failure(connection, error) from None
 
     def wait(self, transfers: Iterable[Transfer]) -> None:
-        """Until all of them are done. Raises TransportFailure, also for the failure of a peer that has no part in them:
-        whoever has one may wait for it."""
+        """Block until all `transfers` are done.
+
+        Raises TransportFailure if any peer fails, even one without a transfer here: the other ranks may wait for it.
+        """
         pending = [transfer for transfer in transfers if not transfer.done]
         for connection in {transfer.connection for transfer in pending}:
             self._pull(connection)
@@ -161,43 +164,45 @@ class Transport:
                 left = [transfer for transfer in pending if not transfer.done]
                 before, moved = moved, sum(transfer.got for transfer in left)
                 if left:
-                    self.look({transfer.connection.peer for transfer in left}, started, compare=moved == before)
+                    self.check_wait(
+                        {transfer.connection.peer for transfer in left}, started, compare_calls=moved == before
+                    )
 
-    def look(self, peers: Iterable[int], started: float, *, compare: bool, all_is_here: bool = False) -> None:
-        """What a rank that waits for `peers` does now and then: raise TransportFailure where it waits in vain, and tell
-        them what it waits for.
+    def check_wait(self, peers: Iterable[int], started: float, *, compare_calls: bool, drained: bool = False) -> None:
+        """Raise TransportFailure if waiting for `peers` cannot succeed; after a while, send them this rank's status.
 
-        compare: its call with those of `peers`. all_is_here: nothing is under way any more from a peer that has ended
+        compare_calls: also compare this rank's call with the calls of `peers`. drained: all data has been received that
+        peers sent before they failed or finalized.
         """
         now = time.monotonic()
         awaited = [self._connections[peer] for peer in sorted(peers)]
         for connection in awaited:
-            if all_is_here and (connection.lost or connection.finalized):
-                raise self._loss(connection)
+            if drained and (connection.peer_failed or connection.finalized):
+                raise self._peer_failure(connection)
         self._check_peers(_GRACE_SECONDS)
-        if now - started > self.limit:
+        if now - started > self.timeout:
             raise timed_out(self._connections.values(), awaited)
         if now - started > _STALL_SECONDS:
-            self._tell_what_is_awaited([connection.peer for connection in awaited])
-        statuses = {connection.peer: connection.status for connection in awaited} if compare else {}
+            self._broadcast_status([connection.peer for connection in awaited])
+        statuses = {connection.peer: connection.status for connection in awaited} if compare_calls else {}
         for peer, status in statuses.items():
             if status is not None and (failure := disagreement(self._rank, self._activity, peer, status)):
                 raise failure
 
-    def hear(self) -> None:
-        """Read what the peers say of themselves."""
+    def read_control(self) -> None:
+        """Read the control messages of all peers."""
         with self._control_lock:
             for connection in self._connections.values():
                 connection.read_control()
 
     @property
     def broken(self) -> TransportFailure | None:
-        """Why nobody may wait here any longer."""
+        """The failure that ends all waits; None while the transport works."""
         return self._broken
 
     @property
-    def has_lost(self) -> bool:
-        return any(connection.lost for connection in self._connections.values())
+    def any_peer_failed(self) -> bool:
+        return any(connection.peer_failed for connection in self._connections.values())
 
     def _serve(self, fd: int) -> None:
         if fd == self._wake:
@@ -213,22 +218,22 @@ class Transport:
         with self._control_lock:
             connection.read_control()
 
-    # What peers say of themselves
+    # Control messages
 
-    def _tell_what_is_awaited(self, ranks: Sequence[int]) -> None:
-        """Say what this rank does, once, in `ncclGetLastError` and to all peers."""
-        if self._activity.told:
+    def _broadcast_status(self, ranks: Sequence[int]) -> None:
+        """Report once per call what this rank waits for: in `ncclGetLastError`, and to all peers."""
+        if self._activity.status_sent:
             return
-        self._activity.told = True
-        what = f"{self._activity.describe()} on rank {self._rank} of {len(self._connections) + 1}"
-        last_error.text = f"{what} still waits for ranks {list(ranks)}"
+        self._activity.status_sent = True
+        call = f"{self._activity.describe()} on rank {self._rank} of {len(self._connections) + 1}"
+        last_error.text = f"{call} still waits for ranks {list(ranks)}"
         with self._control_lock:
             for connection in self._connections.values():
                 connection.send_control([STATUS, self._activity.status(ranks)])
 
     def poll(self) -> None:
-        """Raise TransportFailure if a peer has failed or is gone. From any thread."""
-        self.hear()
+        """Raise TransportFailure if a peer has failed or its process has exited. Callable from any thread."""
+        self.read_control()
         self._check_peers(0.0)
 
     def _check_peers(self, grace: float) -> None:
@@ -237,47 +242,47 @@ class Transport:
             if connection.outbox:
                 with self._control_lock:
                     connection.flush_control()
-            if connection.lost and now - connection.ended_at >= grace:
+            if connection.peer_failed and now - connection.ended_at >= grace:
                 raise culprit_of(self._rank, list(self._connections.values()))
 
-    def _broken_off(self, connection: Connection, error: OSError) -> Exception:
+    def _io_failure(self, connection: Connection, error: OSError) -> Exception:
         if error.errno == errno.EFAULT:
             return invalid_argument(
-                "a buffer of the call is no memory of this process (any more): keep it until its stream has passed the "
-                "operation"
+                "a buffer of the call is not valid memory of this process; keep buffers alive until their stream has "
+                "completed the operation"
             )
-        return self._loss(connection)
+        return self._peer_failure(connection)
 
-    def _loss(self, connection: Connection) -> TransportFailure:
-        """Why the data connection to a peer is closed: what it, or another one, says of it."""
-        deadline = time.monotonic() + _EXPLAIN_SECONDS
+    def _peer_failure(self, connection: Connection) -> TransportFailure:
+        """Return why the data connection to a peer is closed, from the control messages of all peers."""
+        deadline = time.monotonic() + _REASON_SECONDS
         while True:
-            self.hear()
+            self.read_control()
             if self._broken is not None:
                 return self._broken
             if connection.ended_at or connection.failure is not None or time.monotonic() > deadline:
                 break
-            heard = select.poll()  # which unlike select.select takes every descriptor
-            heard.register(connection.control, select.POLLIN)
-            heard.poll(20)
+            poller = select.poll()  # select.select rejects descriptors above 1023
+            poller.register(connection.control, select.POLLIN)
+            poller.poll(20)
         if connection.finalized:
-            text = f"lost rank {connection.peer}: it has destroyed the communicator, or left the program, before this"
+            text = f"lost rank {connection.peer}: it has destroyed the communicator or exited before this operation"
             return TransportFailure(text, culprit=connection.peer)
-        if not connection.lost:
+        if not connection.peer_failed:
             connection.end("it closed the connection")
         return culprit_of(self._rank, list(self._connections.values()))
 
-    # One-sided: blocking; received by threads of their own, however long it takes
+    # One-sided operations: blocking; separate threads receive, without a timeout
 
     def rma_send(self, peer: int, data: bytes) -> None:
         connection = self._connections[peer]
         try:
             connection.rma.sendall(data)
         except BlockingIOError as error:
-            why = f"rank {peer} reads nothing, frozen or late"
+            why = f"rank {peer} does not read its connection (frozen or late)"
             raise TransportFailure(why, timed_out=True, culprit=peer) from error
         except OSError as error:
-            raise self._loss(connection) from error
+            raise self._peer_failure(connection) from error
 
     def rma_recv(self, peer: int, data: memoryview) -> None:
         sock, why = self._connections[peer].rma, "closed by peer"
@@ -292,11 +297,11 @@ class Transport:
     # End
 
     def finalize(self) -> None:
-        """Say that all is in order and close; what was sent still arrives. Nobody may be waiting here."""
+        """Announce a normal end and close. Data already sent still arrives. No thread may be in `wait`."""
         with self._control_lock:
             for connection in self._connections.values():
                 connection.send_control([FINALIZE, None])
-                connection.read_control()  # closing over what was not read would cut off what was not received
+                connection.read_control()  # closing with unread data would reset the connection: data loss
                 for sock in (connection.data, connection.control, connection.rma):
                     with contextlib.suppress(OSError):
                         sock.shutdown(socket.SHUT_WR)
@@ -304,10 +309,10 @@ class Transport:
             for connection in self._connections.values():
                 connection.data.close()
                 connection.control.close()
-        # The rma connections are closed by the threads that read them, when the peer has finalized too: see `rma`.
+        # The threads that read the rma connections close them when the peer has finalized too: see `rma`.
 
     def abort(self, failure: Mapping[str, Any], broken: TransportFailure) -> None:
-        """Close all connections at once, from any thread, telling the peers why; wake who waits here."""
+        """Send `failure` to the peers, close all connections and wake blocked threads. Callable from any thread."""
         self._broken = self._broken or broken
         with self._control_lock:
             for connection in self._connections.values():
@@ -323,14 +328,14 @@ class Transport:
             os.eventfd_write(self._wake, 1)
 
     def end_rma(self) -> None:
-        """Wake the threads that read the rma connections: nothing more is wanted."""
+        """Shut down the rma connections, which ends the threads that read them."""
         for connection in self._connections.values():
             with contextlib.suppress(OSError):
                 connection.rma.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close this process's ends without a word: once nobody uses them any more, or in a forked child, since the
-        parent goes on using its own."""
+        """Close this process's descriptors without notifying the peers: at the end, or in a forked child, whose parent
+        keeps using the connections."""
         self._epoll.close()
         for connection in self._connections.values():
             for sock in (connection.data, connection.control, connection.rma):

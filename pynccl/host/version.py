@@ -1,7 +1,7 @@
-"""Which NCCL the host library poses as: PYNCCL_HOST_VERSION, else the newest that the ABI table knows.
+"""The NCCL version that the host library reports: PYNCCL_HOST_VERSION, else the newest in the ABI table.
 
-An older version hides the C functions that came later and refuses the larger structs of later headers, so that a
-program's ways of doing without them can be tested without that libnccl.
+An older version hides later C functions and rejects the larger structs of later headers. So you can test how a program
+handles an old NCCL without installing it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ def dotted(version: Version) -> str:
     return ".".join(map(str, version))
 
 
-def posed_version() -> Version:
-    """(major, minor, patch), as the environment says now."""
+def reported_version() -> Version:
+    """Return (major, minor, patch) from the current environment."""
     text = os.environ.get(VARIABLE, "").strip()
     if not text:
         return HEADER_VERSION
@@ -34,4 +34,4 @@ def posed_version() -> Version:
     return (*version, 0)[:3]
 
 
-VERSION = posed_version()
+VERSION = reported_version()

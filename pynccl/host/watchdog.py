@@ -1,8 +1,8 @@
-"""Why a wait does not end: calls that disagree, and which rank is to blame.
+"""Diagnosis of waits that do not end: mismatched calls, and the culprit rank.
 
-A message whose header belongs to another call is an error with both calls. Ranks that wait for each other in calls of
-which neither has reached the other's exchange no messages; so a rank that has waited for a while tells its peers what
-for. That stays true for as long as it has not got what it needs, so it cannot mislead when it is read late.
+A message whose header belongs to a different call is an error that names both calls. Ranks that wait for each other in
+different calls may exchange no messages at all, so a rank that has waited for a while sends its peers a status: its
+call and the ranks that it waits for. A status holds until the wait ends, so reading it late is safe.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from .failure import TransportFailure
 
 
 class Activity:
-    """What a communicator is doing now."""
+    """The current call of a communicator."""
 
     def __init__(self, size: int) -> None:
         self.describe: Callable[[], str] = str
-        self.rounds = 0  # collectives so far
-        self.sent, self.received = [0] * size, [0] * size  # messages so far, to and from each rank
+        self.rounds = 0  # number of collectives so far
+        self.sent, self.received = [0] * size, [0] * size  # number of messages so far, per peer
         self.round = 0
         self.messages: list[tuple[bool, int, int]] = []
-        self.told = False
+        self.status_sent = False
 
     def begin(self, describe: Callable[[], str]) -> None:
-        self.describe, self.round, self.messages, self.told = describe, 0, [], False
+        self.describe, self.round, self.messages, self.status_sent = describe, 0, [], False
 
     def begin_collective(self) -> int:
-        """Its number."""
+        """Return the sequence number of the new collective."""
         self.rounds += 1
         self.round = self.rounds
         return self.round
 
     def begin_message(self, sending: bool, peer: int) -> int:
-        """Its number between the two ranks."""
+        """Return the sequence number of the new message between the two ranks."""
         counters = self.sent if sending else self.received
         counters[peer] += 1
         self.messages.append((sending, peer, counters[peer]))
@@ -45,8 +45,10 @@ class Activity:
 
 
 def disagreement(rank: int, mine: Activity, peer: int, theirs: Status) -> TransportFailure | None:
-    """This rank waits for `peer`, which has said that it waits: in another call of the same number, or for something
-    that this rank has not come to, and cannot before the peer goes on. None if the calls may fit."""
+    """Compare this rank's call with that of `peer`, when each waits for the other. None if the calls may match.
+
+    They disagree if they have the same sequence number and differ, or if the peer waits for a call that this rank
+    cannot reach before the peer proceeds."""
     call = mine.describe()
     same_round = mine.round and mine.round == theirs.round and call != theirs.call
     if mine.round:
@@ -56,17 +58,17 @@ def disagreement(rank: int, mine: Activity, peer: int, theirs: Status) -> Transp
         )
     else:
         unmet = theirs.round > mine.rounds
-    return other_calls(rank, call, peer, theirs.call) if same_round or (unmet and rank in theirs.needs) else None
+    return call_mismatch(rank, call, peer, theirs.call) if same_round or (unmet and rank in theirs.needs) else None
 
 
-def other_calls(rank: int, mine: str, peer: int, theirs: str) -> TransportFailure:
+def call_mismatch(rank: int, mine: str, peer: int, theirs: str) -> TransportFailure:
     (a, call_a), (b, call_b) = sorted([(rank, mine), (peer, theirs)])
     text = f"the calls of the ranks disagree: rank {a} calls {call_a}, rank {b} calls {call_b}"
     return TransportFailure("", verdict=text)
 
 
 def mismatch(rank: int, call: str, peer: int, head: bytes, expected: bytes) -> TransportFailure:
-    """A message has come of a peer, with this header, that belongs to another call than `call`, which waits for it."""
+    """Return the error for a received header `head` that does not match `call`, which expected another one."""
     form, nbytes, number = HEAD.unpack_from(head)
     own_form, own_nbytes, own_number = HEAD.unpack_from(expected)
     if form == own_form == Form.MESSAGE and number == own_number:
@@ -76,42 +78,43 @@ def mismatch(rank: int, call: str, peer: int, head: bytes, expected: bytes) -> T
         )
         return TransportFailure("", verdict=text)
     theirs = head[HEAD.size : HEAD_BYTES].rstrip(b"\0").decode(errors="replace")
-    return other_calls(rank, call, peer, theirs)
+    return call_mismatch(rank, call, peer, theirs)
 
 
 def timed_out(connections: Iterable[Connection], awaited: Collection[Connection]) -> TransportFailure:
-    """Nothing came of some peers. To blame are those of them that do not wait themselves, else whom they wait for."""
+    """Return the error for a timeout. The culprits are the awaited peers, or the ranks that these wait for in turn,
+    that are not waiting themselves."""
     peers = {connection.peer: connection for connection in connections}
-    pending, behind, said = sorted(connection.peer for connection in awaited), dict[int, Connection](), ""
+    pending, visited, waiting = sorted(connection.peer for connection in awaited), dict[int, Connection](), ""
     while pending:
         peer = pending.pop(0)
-        if peer in peers and peer not in behind:
-            behind[peer] = one = peers[peer]
-            if one.status is not None:
-                pending += one.status.needs
-                said += f"; rank {peer} waits in {one.status.call}"
-    silent = [peer for peer, one in behind.items() if one.status is None and not one.finalized]
+        if peer in peers and peer not in visited:
+            visited[peer] = connection = peers[peer]
+            if connection.status is not None:
+                pending += connection.status.needs
+                waiting += f"; rank {peer} waits in {connection.status.call}"
+    silent = [peer for peer, connection in visited.items() if connection.status is None and not connection.finalized]
     culprits = sorted(silent or (connection.peer for connection in awaited))
-    who = f"rank {culprits[0]}" if len(culprits) == 1 else f"ranks {culprits}"
-    text = f"no answer of {who} within the time-out, frozen or late{said}"
+    names = f"rank {culprits[0]}" if len(culprits) == 1 else f"ranks {culprits}"
+    text = f"no response from {names} within the timeout (frozen or late){waiting}"
     return TransportFailure(text, timed_out=True, culprit=culprits[0])
 
 
 def culprit_of(rank: int, connections: Sequence[Connection]) -> TransportFailure:
-    """The failure that explains the others: first who is gone without a word, then what the others say."""
-    lost = [connection for connection in connections if connection.lost]
-    said = [connection for connection in lost if connection.failure is not None]
-    for connection in said:
+    """Return the failure that explains the others: a rank that exited silently, else the peers' notices."""
+    failed = [connection for connection in connections if connection.peer_failed]
+    notified = [connection for connection in failed if connection.failure is not None]
+    for connection in notified:
         if connection.failure and connection.failure.get("verdict"):
             return TransportFailure("", verdict=str(connection.failure["verdict"]))
-    for connection in lost:
+    for connection in failed:
         if connection.failure is None:
-            return TransportFailure(f"lost rank {connection.peer}: {connection.why}", culprit=connection.peer)
-    first = min(said, key=lambda connection: connection.ended_at)
+            return TransportFailure(f"lost rank {connection.peer}: {connection.end_reason}", culprit=connection.peer)
+    first = min(notified, key=lambda connection: connection.ended_at)
     failure = first.failure or {}
     culprit, why = failure.get("culprit"), str(failure.get("why", ""))
     if culprit is None or culprit == first.peer:
         return TransportFailure(f"lost rank {first.peer}: {why}", culprit=first.peer)
     if culprit == rank:
         return TransportFailure(f"rank {first.peer} gave up on this rank: {why}", culprit=first.peer)
-    return TransportFailure(f"lost rank {culprit}: {why} (says rank {first.peer})", culprit=culprit)
+    return TransportFailure(f"lost rank {culprit}: {why} (reported by rank {first.peer})", culprit=culprit)

@@ -1,1 +1,1 @@
-"""What users hand over: buffers, streams, devices."""
+"""Adapters for user objects: buffers, streams, devices."""

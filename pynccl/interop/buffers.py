@@ -1,7 +1,7 @@
-"""Anything that owns device memory -> (pointer, count, data type, device).
+"""Convert buffers to (pointer, count, data type, device).
 
-Torch tensors, NumPy and CuPy arrays, `__cuda_array_interface__`, DLPack, and `(pointer, count, dtype)`. Each kind of
-object has one `Adapter`, found by its type, so that describing a tensor costs a dictionary look-up and four attributes.
+Supports torch tensors, NumPy and CuPy arrays, `__cuda_array_interface__`, DLPack, and `(pointer, count, dtype)`. Each
+kind of object has an `Adapter`, found by type: describing a tensor costs one dictionary lookup and four attributes.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from typing import Any, TypeVar
 from ..bindings.abi import ELEMENTS, ITEMSIZE, DataType, RedOp
 from ..bindings.values import SIZE_MAX, attribute, integer, shown
 from . import dlpack
-from .tensors import negated, stands_for_another, why_no_memory
+from .tensors import is_wrapper, negative_bit_error, why_no_memory
 
-# (address, number of elements, DataType as int, CUDA ordinal). A plain tuple: this is built on every call.
+# (address, number of elements, DataType as int, CUDA ordinal). A plain tuple, since every call builds one.
 Description = tuple[int, int, int, int]
 
-Buffer = TypeVar("Buffer")  # for type checkers: what is returned is of the type of what was passed
+Buffer = TypeVar("Buffer")  # for type checkers: the result has the type of the argument
 
-CPU = -1  # the "ordinal" of CPU memory, as torch.Tensor.get_device() has it
-ANY_DEVICE = -2  # a raw pointer: the caller answers for where it lies
+CPU = -1  # the "ordinal" of CPU memory, as in torch.Tensor.get_device()
+ANY_DEVICE = -2  # a raw pointer: the caller is responsible for its device
 
 _BY_NAME: dict[str, DataType] = {
     **{element.name: element.dtype for element in ELEMENTS},
     "float8_e4m3": DataType.FLOAT8_E4M3,  # as NCCL and ml_dtypes name it
 }
 _BY_TYPESTR: dict[str, DataType] = {element.typestr: element.dtype for element in ELEMENTS if element.typestr}
-_MET: dict[tuple[type, Any], DataType] = {}  # data types that were asked for before
+_KNOWN: dict[tuple[type, Any], DataType] = {}  # cache of `data_type`
 _TYPESTR_ORDERS = ("|", "=", "<" if sys.byteorder == "little" else ">")
-_INSTEAD: dict[str, str] = {
+_REMEDIES: dict[str, str] = {
     "complex": "view it as real (torch.view_as_real(x), or torch.view_as_real(x.resolve_conj()); x.view('f4'))",
     "bool": "view it as uint8 (x.view(torch.uint8))",
     "16": "convert it to int32",
@@ -39,33 +39,33 @@ _INSTEAD: dict[str, str] = {
 
 
 def data_type(dtype: Any) -> DataType:
-    """The `DataType` of a torch or NumPy dtype, a name such as "bfloat16", or a `DataType`.
+    """Return the `DataType` of a torch or NumPy dtype, a name such as "bfloat16", or a `DataType`.
 
-    Raises TypeError, with what to do instead, for a type that NCCL does not have."""
+    Raises TypeError with a remedy for a type that NCCL does not have."""
     if isinstance(dtype, DataType):
         return dtype
     try:
-        return _MET[type(dtype), dtype]  # by type too: 7 is equal to FLOAT32, and no data type
+        return _KNOWN[type(dtype), dtype]  # keyed by type too: 7 == FLOAT32, but 7 is not a data type
     except (KeyError, TypeError):
         pass
     if attribute(dtype, "isnative", True) is False:
         raise TypeError(
-            f"{dtype!r} is not in the byte order of this machine, in which NCCL reads memory; convert it: "
+            f"{dtype!r} is not in this machine's byte order, which NCCL requires; convert it: "
             "x.astype(x.dtype.newbyteorder('='))"
         )
     text = shown(dtype, str) or "''"
     name = attribute(dtype, "name") or attribute(dtype, "__name__") or text.removeprefix("torch.")
     found = _BY_NAME.get(name) if isinstance(name, str) else None
     if found is None:
-        remedy = next((way for part, way in _INSTEAD.items() if part in str(name)), "convert it")
+        remedy = next((hint for part, hint in _REMEDIES.items() if part in str(name)), "convert it")
         raise TypeError(f"{text} has no NCCL data type; NCCL knows {', '.join(sorted(_BY_NAME))}: {remedy}")
-    if type(dtype).__module__.partition(".")[0] in ("numpy", "torch", "builtins"):  # whose equality is to be trusted
-        _MET[type(dtype), dtype] = found
+    if type(dtype).__module__.partition(".")[0] in ("numpy", "torch", "builtins"):  # types with a reliable __eq__
+        _KNOWN[type(dtype), dtype] = found
     return found
 
 
 class _TorchTypes(dict[Any, int]):
-    """torch.dtype -> DataType, filled as dtypes are met: the torch of this process may know more or fewer."""
+    """torch.dtype -> DataType, filled on first use, since the set of dtypes depends on the torch version."""
 
     def __missing__(self, dtype: Any) -> int:
         self[dtype] = int(data_type(dtype))
@@ -73,11 +73,11 @@ class _TorchTypes(dict[Any, int]):
 
 
 torch_types = _TorchTypes()
-tensor_types: set[type] = set()  # torch's own, once one was met: not subclasses, which may be anything
+tensor_types: set[type] = set()  # torch.Tensor and Parameter once seen; subclasses may override anything
 
 
 class Adapter:
-    """What the binding needs to know about one kind of object."""
+    """Access to one kind of buffer object."""
 
     def describe(self, x: Any) -> Description:
         raise NotImplementedError
@@ -86,18 +86,18 @@ class Adapter:
         return tuple(x.shape)
 
     def empty(self, x: Any, shape: tuple[int, ...] | None = None) -> Any:
-        """Uninitialised memory of `shape` (None: that of `x`), otherwise like `x`."""
+        """Return an uninitialized buffer like `x`, of `shape` (None: the shape of `x`)."""
         raise TypeError(f"cannot allocate the result like a {type(x).__name__}: pass recv=")
 
     def current_stream(self, x: Any, device: int) -> int:
-        """Handle of the stream on which the library that owns `x` would launch its next kernel on `device`."""
+        """Return the handle of the current stream on `device` of the library that owns `x`."""
         raise TypeError(f"{type(x).__name__} has no current stream: pass stream= (a handle, 0 for the default stream)")
 
     def check_writable(self, x: Any) -> None:
-        """Raise if `x` cannot be received into."""
+        """Raise if `x` is read-only."""
 
     def received(self, x: Any) -> None:
-        """`x` was or will be written by C, and nobody else notices."""
+        """Record that C code writes to `x`, which its library does not notice."""
 
 
 def _no_cuda(device: int) -> int:
@@ -108,28 +108,28 @@ class _Torch(Adapter):
     def __init__(self) -> None:
         self.raw_stream: Callable[[int], int] = _no_cuda  # cudaStream_t of torch's current stream on a device
         self.empty_like: Callable[[Any], Any]
-        self.count_change: Callable[[tuple[Any, ...]], object] = tuple  # counts the version of each tensor of a tuple
+        self.bump_versions: Callable[[tuple[Any, ...]], object] = tuple  # bumps the version counter of each tensor
 
-    def meet(self, kind: type) -> None:
-        """Learn of a tensor type; torch is loaded by then."""
+    def register(self, kind: type) -> None:
+        """Register a tensor type. torch is loaded by then."""
         torch = sys.modules["torch"]
         self.raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _no_cuda)
         self.empty_like = torch.empty_like
-        self.count_change = getattr(torch._C, "_increment_version", torch.autograd.graph.increment_version)
+        self.bump_versions = getattr(torch._C, "_increment_version", torch.autograd.graph.increment_version)
         if kind in (torch.Tensor, torch.nn.Parameter):
             tensor_types.add(kind)
 
     def describe(self, x: Any) -> Description:
         try:
             pointer = x.data_ptr()
-        except RuntimeError:  # torch's own words for a tensor without storage
+        except RuntimeError:  # raised by torch for a tensor without storage
             raise TypeError(why_no_memory(x)) from None
         if not x.is_contiguous():
             raise ValueError(
                 f"tensor of shape {tuple(x.shape)} and strides {x.stride()} is not contiguous; pass x.contiguous()"
             )
         if x.is_neg():
-            raise ValueError(negated(x))
+            raise ValueError(negative_bit_error(x))
         count = x.numel()
         if not pointer and count:
             raise TypeError(why_no_memory(x))
@@ -137,21 +137,21 @@ class _Torch(Adapter):
 
     def shape(self, x: Any) -> tuple[int, ...]:
         if x.is_nested:
-            raise TypeError("a nested tensor has no shape to allocate a result of; pass recv=")
+            raise TypeError("cannot allocate the result like a nested tensor: pass recv=")
         return tuple(x.shape)
 
     def empty(self, x: Any, shape: tuple[int, ...] | None = None) -> Any:
-        return self.empty_like(x) if shape is None else x.new_empty(shape)  # twice as fast where it serves
+        return self.empty_like(x) if shape is None else x.new_empty(shape)  # empty_like is twice as fast
 
     def current_stream(self, x: Any, device: int) -> int:
         return int(self.raw_stream(device)) if device >= 0 else 0
 
     def received(self, x: Any) -> None:
-        self.count_change((x,))
+        self.bump_versions((x,))
 
 
-class _Foreign(Adapter):
-    """Tensors whose memory, if they have any, is not what they mean."""
+class _NoMemory(Adapter):
+    """Tensor subclasses whose memory, if any, does not hold their values."""
 
     def describe(self, x: Any) -> Description:
         raise TypeError(why_no_memory(x))
@@ -177,14 +177,14 @@ class _Numpy(Adapter):
 
 
 class _Masked(Adapter):
-    """`numpy.ma`, whose memory also holds what is masked."""
+    """`numpy.ma` arrays, whose memory also holds the masked elements."""
 
     def describe(self, x: Any) -> Description:
-        raise TypeError(f"a numpy {type(x).__name__} has elements that do not count; pass x.filled(value), or x.data")
+        raise TypeError(f"a numpy {type(x).__name__} has masked elements; pass x.filled(value), or x.data")
 
 
 class _CudaArray(Adapter):
-    """`__cuda_array_interface__`, version 3: CuPy, Numba, pynccl's own memory."""
+    """`__cuda_array_interface__`, version 3: CuPy, Numba, pynccl.Memory."""
 
     def describe(self, x: Any) -> Description:
         interface = x.__cuda_array_interface__
@@ -195,7 +195,7 @@ class _CudaArray(Adapter):
             what = "is not in this machine's byte order; convert it" if swapped else "has no NCCL data type; view it as"
             raise TypeError(f"__cuda_array_interface__ typestr {typestr!r} {what}{'' if swapped else ' another'}")
         if interface.get("mask") is not None:
-            raise TypeError("__cuda_array_interface__ has a mask: elements that do not count; pass an array without")
+            raise TypeError("__cuda_array_interface__ has a mask; pass an array without one")
         _check_strides(shape, interface.get("strides"), ITEMSIZE[dtype])
         device = getattr(getattr(x, "device", None), "id", ANY_DEVICE)
         return pointer, math.prod(shape), int(dtype), device
@@ -207,19 +207,19 @@ class _CudaArray(Adapter):
 
     def current_stream(self, x: Any, device: int) -> int:
         if type(x).__module__.partition(".")[0] == "cupy":
-            return int(sys.modules["cupy"].cuda.get_current_stream(max(device, -1)).ptr)  # -1: of its current GPU
+            return int(sys.modules["cupy"].cuda.get_current_stream(max(device, -1)).ptr)  # -1: CuPy's current GPU
         stream = x.__cuda_array_interface__.get("stream")
         return int(stream) if stream else super().current_stream(x, device)
 
     def check_writable(self, x: Any) -> None:
         if x.__cuda_array_interface__["data"][1]:
-            raise ValueError("__cuda_array_interface__ says read-only; pass a writable buffer as recv")
+            raise ValueError("__cuda_array_interface__ is read-only; pass a writable buffer as recv")
 
 
 def _parts(interface: Any) -> tuple[int, tuple[int, ...], str]:
-    """(pointer, shape, typestr) of a `__cuda_array_interface__`, which anybody may have written."""
-    given = interface if isinstance(interface, dict) else {}
-    shape, typestr, data = given.get("shape"), given.get("typestr"), given.get("data")
+    """Return (pointer, shape, typestr) of a `__cuda_array_interface__`, validated."""
+    fields = interface if isinstance(interface, dict) else {}
+    shape, typestr, data = fields.get("shape"), fields.get("typestr"), fields.get("data")
     try:
         if isinstance(typestr, str) and isinstance(shape, (tuple, list)) and isinstance(data, (tuple, list)):
             sizes = tuple(integer(size, "size", 0, SIZE_MAX) for size in shape)
@@ -239,7 +239,7 @@ class _Dlpack(Adapter):
         if not isinstance(place, tuple) or len(place) != 2:
             raise TypeError(f"__dlpack_device__() returned {shown(place)}, expected (device type, device id)")
         on_gpu = place[0] == dlpack.CUDA
-        found = dlpack.read(x.__dlpack__(**({"stream": -1} if on_gpu else {})))  # -1: no synchronisation, we order
+        found = dlpack.read(x.__dlpack__(**({"stream": -1} if on_gpu else {})))  # -1: no synchronization
         _check_strides(found.shape, found.strides, found.dtype.itemsize)
         device = {dlpack.CPU: CPU, dlpack.CUDA: found.device_id}.get(found.device_type, ANY_DEVICE)
         return found.pointer, math.prod(found.shape), int(found.dtype), device
@@ -271,43 +271,46 @@ class _Raw(Adapter):
 
 
 TORCH = _Torch()
-adapters: dict[type, Adapter] = {tuple: _Raw()}  # by type, filled as types are met
+adapters: dict[type, Adapter] = {tuple: _Raw()}  # by type, filled on first use
 
 
-# What other libraries have in recv's place: dist.broadcast(x, 0), dist.all_reduce(x, op)
-_TAKES = {"op": ("all_reduce", "reduce", "reduce_scatter"), "root": ("broadcast", "reduce", "gather", "scatter")}
+# Arguments that other libraries take in recv's position: dist.broadcast(x, 0), dist.all_reduce(x, op)
+_TAKES_KEYWORD = {
+    "op": ("all_reduce", "reduce", "reduce_scatter"),
+    "root": ("broadcast", "reduce", "gather", "scatter"),
+}
 
 
 def adapter(x: Any, operation: str = "", role: str = "") -> Adapter:
-    """The adapter for objects like `x`; TypeError that lists what is accepted."""
+    """Return the adapter for the type of `x`. Raises TypeError that lists the accepted types."""
     found = adapters.get(type(x))
     if found is None:
         try:
             found = adapters[type(x)] = _choose(x)
         except TypeError as error:
-            hint = _meant(operation, x) if role == "recv" else ""
+            hint = _recv_hint(operation, x) if role == "recv" else ""
             raise TypeError(f"{operation}: {role}: {error}{hint}" if operation else str(error)) from None
     return found
 
 
-def _meant(operation: str, x: Any) -> str:
-    """For op or root in the place of recv: how it is passed. Nothing is asked of other objects: they may be hostile."""
+def _recv_hint(operation: str, x: Any) -> str:
+    """Return a hint if op or root was passed in recv's position. Other objects are not inspected: they may raise."""
     if type(x) is int:
         name, value = "root", str(x)
     elif type(x) is str or isinstance(x, RedOp):
         name, value = "op", repr(x.name.lower() if isinstance(x, RedOp) else x)
     else:
         return ""
-    if operation not in _TAKES[name]:
+    if operation not in _TAKES_KEYWORD[name]:
         return ""
-    return f"; what is not recv goes by its name: {operation}(send, {name}={value})"
+    return f"; pass {name} by keyword: {operation}(send, {name}={value})"
 
 
 def _choose(x: Any) -> Adapter:
     roots = {base.__module__.partition(".")[0]: base.__name__ for base in type(x).__mro__}
     if roots.get("torch") in ("Tensor", "TensorBase", "Parameter", "_TensorBase"):
-        TORCH.meet(type(x))
-        return _Foreign() if stands_for_another(type(x)) else TORCH
+        TORCH.register(type(x))
+        return _NoMemory() if is_wrapper(type(x)) else TORCH
     if roots.get("numpy") == "ndarray":
         return _Masked() if hasattr(x, "mask") and hasattr(x, "filled") else _Numpy()
     if attribute(x, "__cuda_array_interface__") is not None:
@@ -315,23 +318,23 @@ def _choose(x: Any) -> Adapter:
     if attribute(x, "__dlpack__") is not None and attribute(x, "__dlpack_device__") is not None:
         return _Dlpack()
     raise TypeError(
-        f"a {type(x).__module__}.{type(x).__name__} is no buffer; pass a torch tensor, a NumPy or CuPy array, "
+        f"a {type(x).__module__}.{type(x).__name__} is not a buffer; pass a torch tensor, a NumPy or CuPy array, "
         "an object with __cuda_array_interface__ or __dlpack__, or (pointer, count, dtype)"
         + ("; for several buffers, one call each in a `with pynccl.group():`" if isinstance(x, list) else "")
     )
 
 
 def device_name(ordinal: int) -> str:
-    """ "cpu", "cuda:1", for messages and for `Communicator.device`."""
+    """Return "cpu" or "cuda:1", for messages and for `Communicator.device`."""
     return "cpu" if ordinal == CPU else f"cuda:{ordinal}"
 
 
 def _check_strides(shape: tuple[int, ...], strides: tuple[int, ...] | None, itemsize: int) -> None:
-    """Raise unless byte `strides` are those of a C-contiguous array (None means that they are)."""
+    """Raise unless the byte `strides` are C-contiguous (None means C-contiguous)."""
     if strides is None or 0 in shape:
         return
     if len(strides) != len(shape):
-        raise ValueError(f"buffer of shape {shape} has byte strides {strides}, expected one for each dimension")
+        raise ValueError(f"buffer of shape {shape} has byte strides {strides}, expected one per dimension")
     expected = itemsize
     for size, stride in zip(reversed(shape), reversed(strides), strict=True):
         if size != 1 and stride != expected:

@@ -1,7 +1,7 @@
-"""Which GPU a name means, which one is current in the calling thread, and work on another one.
+"""Device names, the current GPU of a thread, and temporary switches to another GPU.
 
-"Current" is CUDA's word: every thread has a GPU of its own that calls go to which name none, and a thread that has not
-used one yet has none. Whoever needs another one here uses `on_device`, so that the caller finds his own again.
+"Current device" is CUDA's term: each thread has one, or none until it first uses a GPU. Code that needs another GPU
+uses `on_device`, which restores the caller's.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ from ..bindings.values import INT_MAX, integer, shown
 
 
 def device_ordinal(device: Any, name: str = "device") -> int:
-    """1 for 1, "cuda:1", torch.device("cuda", 1); the current GPU for "cuda"; 0 for "cpu"."""
+    """Return the ordinal: 1 for 1, "cuda:1", torch.device("cuda", 1); the current GPU for "cuda"; 0 for "cpu"."""
     if hasattr(type(device), "__index__"):
         return integer(device, name, 0, INT_MAX, "an ordinal >= 0, or a name ('cuda:1', 'cpu')")
     kind, _, index = str(device).partition(":")
     if kind not in ("cuda", "cpu", "hip") or (index and not index.isdigit()):
-        raise ValueError(f"{name} {shown(device)} is none; pass an ordinal (1) or a name ('cuda:1', 'cpu')")
+        raise ValueError(f"{name} {shown(device)} is not a device; pass an ordinal (1) or a name ('cuda:1', 'cpu')")
     return int(index) if index else 0 if kind == "cpu" else current_device()
 
 
 def names_no_ordinal(device: Any) -> bool:
-    """Whether it is "cuda" or torch.device("cuda"): a GPU, but not which."""
+    """Return whether `device` is "cuda" or torch.device("cuda"), without an ordinal."""
     return not hasattr(type(device), "__index__") and str(device) in ("cuda", "hip")
 
 
 def current_device() -> int:
-    """Ordinal of this thread's current GPU, 0 where there is no usable driver.
+    """Return the ordinal of this thread's current GPU; 0 without a usable driver.
 
-    torch's, once it has begun to use CUDA: it may have chosen one without telling the driver so far."""
+    Once torch has initialized CUDA, torch is asked: it may have selected a GPU without setting it in the driver yet."""
     if gpu_problem():
         return 0
-    torchs = getattr(sys.modules.get("torch"), "cuda", None)  # torch may be in the middle of being imported
+    torchs = getattr(sys.modules.get("torch"), "cuda", None)  # torch may be partially imported
     if torchs is not None and torchs.is_initialized():
         return int(torchs.current_device())
     return int(cuda_core().Device(None).device_id)
 
 
 def core_device(device: int | str | None) -> Any:
-    """cuda.core's device of that name or number; None: the current one."""
+    """Return the cuda.core device for a name or ordinal; None: the current one."""
     problem = gpu_problem()
     if problem:
         raise NcclSystemError(
@@ -55,10 +55,10 @@ def core_device(device: int | str | None) -> Any:
 
 
 class on_device:
-    """`with on_device(1):` that GPU is current in this thread; afterwards what was before is again, also if that is
-    none, and after an error. None: nothing is changed.
+    """`with on_device(1):` makes that GPU current in this thread. None: no change.
 
-    Costs one question to the driver where the GPU is current already."""
+    On exit, also after an error, the previous state is restored, even if no GPU was current. Costs one driver call if
+    the GPU is current already."""
 
     __slots__ = ("_before", "_changed", "_ordinal")
 
@@ -81,29 +81,31 @@ class on_device:
     def __exit__(self, *exc: object) -> None:
         if self._changed:
             driver = cuda_driver()
-            # Its answer does not matter: a context that was destroyed meanwhile is nothing to return to.
+            # The result is ignored: the previous context may have been destroyed in the meantime.
             driver.cuCtxSetCurrent(driver.CUcontext(self._before))
 
 
-_contexts: dict[int, int] = {}  # the primary contexts, by ordinal, of the GPUs that were current here once
+_contexts: dict[int, int] = {}  # primary contexts by ordinal, of the GPUs used so far
 
 
 def _current_context() -> int:
-    """CUcontext of this thread as an integer, 0 for none."""
+    """Return this thread's CUcontext as an integer; 0 for none."""
     code, context = cuda_driver().cuCtxGetCurrent()
     if code:
-        raise NcclUnhandledCudaError(f"cuCtxGetCurrent failed: {described(code)}\n  can CUDA still be used here?")
+        raise NcclUnhandledCudaError(
+            f"cuCtxGetCurrent failed: {described(code)}\n  check whether CUDA still works in this process"
+        )
     return int(context)
 
 
 def described(code: Any) -> str:
-    """A CUresult in words: "CUDA_ERROR_INVALID_HANDLE (400)"."""
+    """Return a CUresult as text: "CUDA_ERROR_INVALID_HANDLE (400)"."""
     return f"{getattr(code, 'name', 'CUresult')} ({int(code)})"
 
 
 @functools.cache
 def cuda_driver() -> Any:
-    """The driver API of cuda.bindings."""
+    """Import and return the driver API of cuda.bindings."""
     try:
         from cuda.bindings import driver
     except ImportError as error:
@@ -112,11 +114,11 @@ def cuda_driver() -> Any:
 
 
 def cuda_core() -> Any:
-    """cuda.core, wherever this version keeps it."""
+    """Import and return cuda.core, which older versions keep in cuda.core.experimental."""
     try:
         import cuda.core as core
 
-        core.Device  # noqa: B018  before 0.5 the package was there, empty but for `experimental`
+        core.Device  # noqa: B018  before 0.5 the package has only `experimental`
     except AttributeError:
         import cuda.core.experimental as core
     except ImportError as error:
@@ -125,7 +127,7 @@ def cuda_core() -> Any:
 
 
 def import_problem(error: ImportError) -> str:
-    """Why cuda.core or cuda.bindings cannot be imported, with both versions, and what to do."""
+    """Return why cuda.core or cuda.bindings cannot be imported, with both versions and a remedy."""
     core, bindings = (_version(name) for name in ("cuda-core", "cuda-bindings"))
     return (
         f"cuda-core {core} with cuda-bindings {bindings} cannot be imported: {error}\n  {import_remedy(core, bindings)}"
@@ -133,15 +135,15 @@ def import_problem(error: ImportError) -> str:
 
 
 def import_remedy(core: str, bindings: str) -> str:
-    """What to install instead of these two, "not installed" among them."""
-    if core == "1.0.0":  # which was built against 13.1.1's C functions; the releases before and after take all of 13
+    """Return which versions to install, given the installed versions or "(not installed)"."""
+    if core == "1.0.0":  # it needs C functions of 13.1.1; the releases before and after work with every 13.x
         return "pip install 'cuda-core>=1.0.1' (1.0.0 alone needs cuda-bindings >= 13.1.1, or 12)"
     major = bindings.partition(".")[0] if bindings[:1].isdigit() else "13"
-    return f"pip install --upgrade cuda-core 'cuda-bindings=={major}.*' numpy, so that they fit each other"
+    return f"pip install --upgrade cuda-core 'cuda-bindings=={major}.*' numpy, to get matching versions"
 
 
 def _version(name: str) -> str:
-    from importlib import metadata  # half of what the import of this package would take
+    from importlib import metadata  # slow: half of this package's import time
 
     try:
         return metadata.version(name)

@@ -1,4 +1,4 @@
-"""DLPack, both ways: read a capsule's tensor, export memory as a capsule. The structs are those of dlpack.h 0.8."""
+"""DLPack import and export, with the structs of dlpack.h 0.8."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class DLManagedTensor(ctypes.Structure):
 
 
 class Read(NamedTuple):
-    """What a capsule says of its tensor; `strides` in bytes, None for C order."""
+    """The tensor of a capsule; `strides` in bytes, None for C order."""
 
     pointer: int
     shape: tuple[int, ...]
@@ -47,15 +47,15 @@ class Read(NamedTuple):
 
 
 def read(capsule: Any) -> Read:
-    """Read a "dltensor" capsule without consuming it: it gives up its reference when it is collected.
+    """Read a "dltensor" capsule without consuming it; its reference is released when it is collected.
 
     Raises TypeError for an element type that NCCL does not have."""
     get = ctypes.pythonapi.PyCapsule_GetPointer
     get.restype, get.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
     try:
         address = get(capsule, b"dltensor")
-    except ValueError:  # of CPython: no capsule, or one of another name
-        raise TypeError("__dlpack__() returned no DLPack capsule that is still unused; pass a new export") from None
+    except ValueError:  # raised by CPython: not a capsule, or another name
+        raise TypeError("__dlpack__() did not return an unused DLPack capsule; pass a new export") from None
     tensor = ctypes.cast(address, ctypes.POINTER(DLTensor)).contents
     dtype = _TYPES.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
     if dtype is None:
@@ -68,7 +68,7 @@ def read(capsule: Any) -> Read:
     return Read(pointer, shape, strides, dtype, tensor.device_type, tensor.device_id)
 
 
-# What exported tensors need until their consumer deletes them: struct, shape, owner of the memory.
+# Kept alive until the consumer deletes the exported tensor: struct, shape, owner of the memory.
 _exported: dict[int, Any] = {}
 
 
@@ -79,7 +79,7 @@ def _delete(address: int) -> None:
 
 @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 def _destroy_capsule(capsule: int) -> None:
-    """A capsule that nobody consumed deletes its tensor; a consumed one was renamed."""
+    """Delete the tensor of an unconsumed capsule. Consumers rename the capsule."""
     valid = ctypes.pythonapi.PyCapsule_IsValid
     valid.restype, valid.argtypes = ctypes.c_int, [ctypes.c_void_p, ctypes.c_char_p]
     if valid(capsule, b"dltensor"):
@@ -89,7 +89,7 @@ def _destroy_capsule(capsule: int) -> None:
 
 
 def export(pointer: int, shape: Sequence[int], dtype: DataType, device: tuple[int, int], keep: Any) -> Any:
-    """A "dltensor" capsule of C-ordered memory; `keep` stays alive until its consumer is done with it."""
+    """Return a "dltensor" capsule of C-ordered memory. `keep` stays alive until the consumer deletes the tensor."""
     dims = (ctypes.c_int64 * max(len(shape), 1))(*shape)
     managed = DLManagedTensor()
     managed.tensor.data = pointer
@@ -106,4 +106,4 @@ def export(pointer: int, shape: Sequence[int], dtype: DataType, device: tuple[in
     return new(address, _NAME, ctypes.cast(_destroy_capsule, ctypes.c_void_p))
 
 
-_NAME = ctypes.c_char_p(b"dltensor")  # PyCapsule_New keeps the pointer, so the string must stay
+_NAME = ctypes.c_char_p(b"dltensor")  # PyCapsule_New stores the pointer, so the string must stay alive

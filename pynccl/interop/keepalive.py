@@ -1,8 +1,8 @@
-"""What a CUDA stream keeps alive until it has run: the buffers of what was issued on it.
+"""Keep the buffers of enqueued work alive until a CUDA stream has run it.
 
-Nobody waits for that: whenever something is added, what has been passed since is let go. One event at a time stands for
-all that was added before it was recorded, so a call costs a question to the driver, and an event only once the last one
-has been passed. References that nobody drops are held no longer than the stream and its work.
+Nothing blocks: each `add` also drops the references whose work has completed. One event at a time covers everything
+added before it was recorded, so a call costs one driver query, plus a new event once the last one has completed.
+References live no longer than the stream and its work.
 """
 
 from __future__ import annotations
@@ -12,69 +12,70 @@ from typing import Any
 
 from .devices import cuda_driver, on_device
 
-_detached: list[KeepAlive] = []  # of streams that are gone, whose work may not be
+_detached: list[KeepAlive] = []  # of streams that are gone but may have pending work
 
 
 class KeepAlive:
-    """The references of one stream, cuda.core's, which it keeps as well.
+    """The references held for one cuda.core stream, and the stream itself.
 
-    device  ordinal of its GPU, on which its events have to be made; None: the one that is current"""
+    device  ordinal of its GPU, where its events are created; None: the current one"""
 
     def __init__(self, core: Any, device: int | None = None) -> None:
         self._core, self._device = core, device
         self._lock = threading.Lock()
-        self._event: Any = None  # behind all of _covered
-        self._covered: list[Any] = []
-        self._open: list[Any] = []
+        self._event: Any = None  # recorded after the work of all of _before_event
+        self._before_event: list[Any] = []
+        self._after_event: list[Any] = []
 
     def __len__(self) -> int:
-        return len(self._covered) + len(self._open)
+        return len(self._before_event) + len(self._after_event)
 
     def add(self, keep: Any) -> None:
-        """Keep this until the work that was issued so far is done."""
+        """Keep `keep` alive until the work issued so far is done."""
         with on_device(self._device), relaxed():
-            if capturing(self._core):  # nothing runs now; what runs later is the graph's, and so is its memory
+            if capturing(self._core):  # nothing runs now, and the graph owns the memory of its replays
                 return
-            self._open.append(keep)
+            self._after_event.append(keep)
             self.release_passed()
         for detached in _detached.copy() if _detached else ():
             with on_device(detached._device), relaxed():
                 detached.release_passed()
 
     def release_passed(self) -> None:
-        """Drop what has been passed, and see to the rest. Without references left, a detached one is forgotten."""
-        done: list[Any] = []  # dropped outside the lock: what goes may run Python code
+        """Drop the references whose work is done, and record an event for the rest if needed."""
+        done: list[Any] = []  # dropped outside the lock, since destructors may run Python code
         with self._lock:
             if self._event is None or self._event.is_done:
-                done, self._covered, self._open = self._covered, self._open, []
-                self._event = self._core.record(self._event) if self._covered else None
+                done, self._before_event, self._after_event = self._before_event, self._after_event, []
+                self._event = self._core.record(self._event) if self._before_event else None
         if not len(self) and self in _detached:
             _detached.remove(self)
         del done
 
     def close(self) -> None:
-        """The stream is about to be closed: its last event is recorded now."""
+        """Record a last event; call this just before the stream is closed."""
         with self._lock:
             if len(self):
-                self._covered, self._open = [*self._covered, *self._open], []
+                self._before_event, self._after_event = [*self._before_event, *self._after_event], []
                 self._event = self._core.record()
         self.detach()
 
     def detach(self) -> None:
-        """The stream is gone. No call into CUDA here: garbage collection comes through."""
+        """Keep the references after the stream is gone. Makes no CUDA call, since garbage collection calls this."""
         if len(self) and self not in _detached:
             _detached.append(self)
 
 
 def capturing(core: Any) -> bool:
-    """Whether the stream is captured into a CUDA graph, when no event of it may be asked for."""
+    """Return whether the stream is being captured into a CUDA graph, during which its events cannot be queried."""
     code, status = cuda_driver().cuStreamIsCapturing(core.handle)[:2]
     return not code and bool(status)
 
 
 class relaxed:
-    """`with relaxed():` this thread may ask for events while other streams are captured into CUDA graphs. In CUDA's
-    default mode, which is torch's too, a question breaks the capture of any stream of the process."""
+    """`with relaxed():` this thread may query events while other streams are captured into CUDA graphs.
+
+    In CUDA's default capture mode, which torch uses too, such a query invalidates any capture in the process."""
 
     __slots__ = ("_before",)
 

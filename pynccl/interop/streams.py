@@ -1,8 +1,8 @@
-"""Anything that is a CUDA stream -> its handle; create streams and events.
+"""Get the handle of any CUDA stream object; create streams and events.
 
-`create_stream` gives the same four verbs on every library: record, wait, synchronize, query. With a GPU they are
-cuda.core's; with the host library a `HostStream` is an in-order queue run by a worker thread. Nothing here is imported
-from CUDA until a stream or a device is asked for.
+Streams have the same four methods with every library: record, wait, synchronize, query. With a GPU they wrap cuda.core;
+with the host library a `HostStream` is an in-order queue run by a worker thread. CUDA packages are imported only when a
+stream or device is used.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from .keepalive import KeepAlive, capturing, relaxed
 
 @runtime_checkable
 class Event(Protocol):
-    """A point in a stream's order."""
+    """A marker in a stream."""
 
     def synchronize(self) -> None:
         """Block the caller until the work before this point is done."""
 
     def query(self) -> bool:
-        """Whether the work before this point is done."""
+        """Return whether the work before this point is done."""
 
 
 @runtime_checkable
@@ -44,33 +44,33 @@ class Stream(Protocol):
 
     @property
     def handle(self) -> int:
-        """cudaStream_t as an integer (a `HostStream`'s number with the host library)."""
+        """cudaStream_t as an integer (with the host library, the number of a `HostStream`)."""
 
     def record(self, event: Any = None) -> Any:
-        """Mark this point; returns the event."""
+        """Record an event at this point and return it."""
 
     def wait(self, event: Any) -> None:
-        """Work issued from now on starts after `event` (or after all the work of another stream).
+        """Make work issued from now on wait for `event` (or for all the work of another stream).
 
-        Streams are not ordered with each other otherwise, nor with the current one: see docs/streams.md."""
+        Without `wait`, streams are not ordered with each other or with the current stream: see docs/streams.md."""
 
     def synchronize(self) -> None:
         """Block the caller until all the work is done."""
 
     def query(self) -> bool:
-        """Whether all the work is done."""
+        """Return whether all the work is done."""
 
 
 class Handle(int):
-    """cudaStream_t as an integer that holds the object it is of."""
+    """cudaStream_t as an integer that keeps a reference to its stream object."""
 
     owner: Any
 
 
 class CudaEvent(Shared):
-    """cuda.core's event with this module's verbs, in any thread, whichever GPU is current there.
+    """A cuda.core event with this module's methods. Works in any thread, whichever GPU is current.
 
-    device  ordinal of its GPU; None: the one that is current where it is used"""
+    device  ordinal of its GPU; None: the GPU that is current at each use"""
 
     def __init__(self, event: Any, device: int | None = None) -> None:
         self.core, self.device = event, device
@@ -94,10 +94,10 @@ class CudaEvent(Shared):
 
 
 class CudaStream(Shared):
-    """cuda.core's stream with this module's verbs, in any thread, whichever GPU is current there.
+    """A cuda.core stream with this module's methods. Works in any thread, whichever GPU is current.
 
-    device  ordinal of its GPU; None: the one that is current where it is used
-    own     its CUDA stream goes with it"""
+    device  ordinal of its GPU; None: the GPU that is current at each use
+    own     the CUDA stream is destroyed with this object"""
 
     def __init__(self, stream: Any, device: int | None = None, own: bool = False) -> None:
         self.core, self.device, self._own = stream, device, own
@@ -121,7 +121,7 @@ class CudaStream(Shared):
             return event
 
     def wait(self, event: Any) -> None:
-        """For an event or a stream: this module's, cuda.core's, torch's; for a stream of any other library, too."""
+        """Wait for an event or stream of pynccl, cuda.core, torch or CuPy, or for a stream of any other library."""
         if isinstance(event, CudaStream):
             event._check_open()
         other = attribute(event, "core", event)
@@ -134,13 +134,13 @@ class CudaStream(Shared):
                 sys.modules["cupy"].cuda.ExternalStream(self.handle).wait_event(event)
             return
         device = attribute(event, "device")
-        if other is event and (number := _number_of(event)) is not None:
+        if other is event and (number := _handle_of(event)) is not None:
             other = _cuda_core().Stream.from_handle(int(number))
             device = _device_of(event, int(number), other, self.device)
-        elif other is event and attribute(event, "handle") is None:  # cuda.core's own have one
+        elif other is event and attribute(event, "handle") is None:  # cuda.core's streams and events have one
             raise TypeError(f"wait: event is {shown(event)}, expected an event or a stream, of any CUDA library")
         if isinstance(device, int) and device != self.device and not isinstance(event, CudaEvent):
-            with on_device(device):  # the event that stands for a stream has to be made on that stream's GPU
+            with on_device(device):  # the event must be created on the other stream's GPU
                 other = other.record()
         with self._open():
             self.core.wait(other)
@@ -154,8 +154,8 @@ class CudaStream(Shared):
         with self._open():
             if capturing(self.core):
                 raise NcclInvalidUsage(
-                    f"query: the stream {self.handle:#x} is captured into a CUDA graph, which a question would break; "
-                    "ask before or after the capture"
+                    f"query: the stream {self.handle:#x} is being captured into a CUDA graph, which a query would "
+                    "invalidate; query before or after the capture"
                 )
             (code,) = driver.cuStreamQuery(driver.CUstream(self.handle))
         if code == driver.CUresult.CUDA_SUCCESS:
@@ -164,34 +164,34 @@ class CudaStream(Shared):
             return False
         raise NcclUnhandledCudaError(
             f"query: cuStreamQuery of the stream {self.handle:#x} on cuda:{self.device} failed: {described(code)}\n"
-            "  it tells of what went wrong before: run with CUDA_LAUNCH_BLOCKING=1 to see which launch it was"
+            "  an earlier launch failed: run with CUDA_LAUNCH_BLOCKING=1 to see which one"
         )
 
     def close(self) -> None:
-        """What was issued still runs. Twice is harmless."""
+        """Close the stream. Work already issued still runs. Closing twice is harmless."""
         if self._closed:
             return
         with on_device(self.device):
             self._kept.close()
-            _made.pop(self.handle, None)
-            self._tell_end()
+            _created.pop(self.handle, None)
+            self._notify_end()
             self._closed = True
             self.core.close()
 
     def _open(self) -> on_device:
-        """For calls on the stream, whose GPU is current within; raises if it was closed."""
+        """Return a context in which the stream's GPU is current. Raises if the stream is closed."""
         self._check_open()
         return on_device(self.device)
 
     def _check_open(self) -> None:
-        if self._closed:  # cuda.core says then that its handle is 0, which is the default stream
-            raise NcclInvalidUsage("this stream is closed; make another with pynccl.create_stream()")
+        if self._closed:  # cuda.core would return handle 0, the default stream
+            raise NcclInvalidUsage("this stream is closed; create another with pynccl.create_stream()")
 
     def hold(self, keep: Any) -> None:
-        """Keep these objects until the work that was issued so far is done."""
+        """Keep these objects alive until the work issued so far is done."""
         self._kept.add(keep)
 
-    def _tell_end(self) -> None:
+    def _notify_end(self) -> None:
         if self._own and on_end is not None:
             on_end(int(self.core.handle))
 
@@ -200,14 +200,16 @@ class CudaStream(Shared):
         if kept is not None:
             kept.detach()
             if not self._closed and not sys.is_finalizing():
-                self._tell_end()
+                self._notify_end()
 
 
-def _device_of(stream: Any, handle: int, core: Any, waiting: int | None) -> Any:
-    """Ordinal of the GPU of another library's stream. The driver knows, except of the default streams, which each GPU
-    has one of: there torch says it (device_index) and CuPy (device_id, -1 for the current one)."""
+def _device_of(stream: Any, handle: int, core: Any, context_device: int | None) -> Any:
+    """Return the GPU ordinal of another library's stream.
+
+    The driver knows it, except for the default streams, whose handles are the same on every GPU: for these, use torch's
+    device_index or CuPy's device_id (-1 for the current GPU)."""
     if handle > _DEFAULT_STREAMS:
-        with on_device(waiting):  # any context will do to ask in
+        with on_device(context_device):  # the query needs some context
             return attribute(attribute(core, "device"), "device_id")
     named = attribute(stream, "device_index", attribute(stream, "device_id"))
     return named if isinstance(named, int) and named >= 0 else current_device()
@@ -219,13 +221,14 @@ _DEFAULT_STREAMS = 2  # 0 and cudaStreamLegacy, 1; cudaStreamPerThread, 2
 def create_stream(
     device: int | str | None = None, *, priority: int | None = None, library: Library | None = None
 ) -> Stream:
-    """A new stream on `device` ("cuda:1", 1; None: the current device; ignored by the host library).
+    """Create a stream on `device` ("cuda:1", 1; None: the current device; ignored by the host library).
 
     priority  lower numbers run first, as in CUDA; None is the device's default, -1 the usual "high".
 
-    It is ordered with no other stream: `stream.wait(pynccl.current_stream(device))` before work on what the current
-    stream makes, and `pynccl.current_stream(device).wait(stream)` (or stream.synchronize()) before that one uses the
-    results. It holds the buffers of what pynccl issues on it until that has run, so they may be dropped at once.
+    The stream is not ordered with any other. Call `stream.wait(pynccl.current_stream(device))` before it uses results
+    of the current stream, and `pynccl.current_stream(device).wait(stream)` (or stream.synchronize()) before the current
+    stream uses its results. pynccl keeps the buffers of its calls on this stream alive until they have run, so you can
+    drop your references at once.
     """
     library = chosen(library)
     if priority is not None:
@@ -237,17 +240,19 @@ def create_stream(
     ordinal = int(core_device.device_id)
     options = {} if priority is None else {"priority": priority}
     with on_device(ordinal):
-        core_device.set_current()  # cuda.core wants to be told, whatever is current
+        core_device.set_current()  # cuda.core requires it, even if the GPU is current already
         made = CudaStream(core_device.create_stream(options=_cuda_core().StreamOptions(**options)), ordinal, True)
-    _made[made.handle] = made
+    _created[made.handle] = made
     return made
 
 
 def current_stream(device: int | str | None = None, *, library: Library | None = None) -> Stream:
-    """The stream on which `stream=None` launches for tensors on `device`: torch's current one, else CuPy's, else the
-    default stream. With the host library it is the caller, who is never ahead of himself.
+    """Return the stream that `stream=None` uses for tensors on `device`.
 
-    For the order of other streams: `side.wait(pynccl.current_stream(comm.device))`, and the other way round."""
+    This is torch's current stream if torch is imported, otherwise CuPy's, otherwise the default stream. With the host
+    library, work on it runs synchronously in the calling thread.
+
+    Use it to order other streams: `side.wait(pynccl.current_stream(comm.device))`, and vice versa."""
     library = chosen(library)
     if library.is_host:
         caller: Stream = host_module().CallerStream()
@@ -264,7 +269,7 @@ def _current_handle(ordinal: int) -> int:
 
 
 def create_event(device: int | str | None = None, *, timing: bool = False, library: Library | None = None) -> Any:
-    """A new event on `device`; `timing` lets `elapsed_time` be asked of it."""
+    """Create an event on `device`. Pass timing=True to use `elapsed_time`."""
     library = chosen(library)
     if library.is_host:
         return host_module().HostEvent()
@@ -279,23 +284,23 @@ def create_event(device: int | str | None = None, *, timing: bool = False, libra
 
 
 def stream_handle(stream: Any) -> int:
-    """cudaStream_t of anything that is a stream, as an integer.
+    """Return the cudaStream_t of a stream object as an integer.
 
-    Accepts an integer handle, torch.cuda.Stream (`.cuda_stream`), CuPy's (`.ptr`), and whatever follows the
-    `__cuda_stream__` protocol: cuda.core's streams, `create_stream`'s, `HostStream`. TypeError for anything else,
-    ValueError for an integer that is no handle."""
+    Accepts an integer handle, a torch.cuda.Stream (`.cuda_stream`), a CuPy stream (`.ptr`), and objects with
+    `__cuda_stream__`: cuda.core streams, `create_stream` streams, `HostStream`. Raises TypeError for anything else, and
+    ValueError for an integer that is not a handle."""
     if type(stream) is int and 0 <= stream <= SIZE_MAX:
         return stream
     if hasattr(type(stream), "__index__") and not isinstance(stream, bool):
         return stream if type(stream) is Handle else integer(stream, "stream", 0, SIZE_MAX, "a handle, 0..2**64-1")
-    number = _number_of(stream)
+    number = _handle_of(stream)
     if number is not None:
         handle = Handle(integer(number, "stream", 0, SIZE_MAX, "a handle, 0..2**64-1"))
         handle.owner = stream
         return handle
     raise TypeError(
-        f"a {type(stream).__module__}.{type(stream).__name__} is no stream; pass a handle (int), a torch.cuda.Stream, "
-        "a CuPy stream, an object with __cuda_stream__, or pynccl.create_stream()"
+        f"a {type(stream).__module__}.{type(stream).__name__} is not a stream; pass a handle (int), a "
+        "torch.cuda.Stream, a CuPy stream, an object with __cuda_stream__, or pynccl.create_stream()"
     )
 
 
@@ -303,32 +308,32 @@ def _is_cupy_event(x: Any) -> bool:
     return type(x).__name__ == "Event" and type(x).__module__.partition(".")[0] == "cupy"
 
 
-def _number_of(stream: Any) -> Any:
+def _handle_of(stream: Any) -> Any:
     protocol = attribute(stream, "__cuda_stream__")
     if protocol is not None:
         return (protocol() if callable(protocol) else protocol)[1]
-    if _is_cupy_event(stream):  # its handle is called ptr, too
+    if _is_cupy_event(stream):  # CuPy events have .ptr too
         return None
     handles = (attribute(stream, name) for name in ("cuda_stream", "ptr"))
     return next((handle for handle in handles if isinstance(handle, int)), None)
 
 
-_made: weakref.WeakValueDictionary[int, CudaStream] = weakref.WeakValueDictionary()  # by create_stream
-on_end: Callable[[int], None] | None = None  # the flight recorder's: such a stream, by its handle, is closed or dropped
+_created: weakref.WeakValueDictionary[int, CudaStream] = weakref.WeakValueDictionary()  # by handle
+on_end: Callable[[int], None] | None = None  # flight recorder's callback: a created stream is closed or dropped
 
 
 def hold(stream: int, library: Library, keep: Any) -> None:
-    """Keep `keep` (nested tuples of buffers and whatever goes with them) until what was issued on `stream` has run.
+    """Keep `keep` (nested tuples of buffers and related objects) alive until the work issued on `stream` has run.
 
-    Streams made by pynccl do it themselves, also where only their handle was passed; for torch's, torch's allocator is
-    told. Whoever passes the handle of another stream keeps the buffers: nobody here can know when it has been passed.
+    pynccl streams hold the references themselves, even if only their handle was passed. For torch streams, this calls
+    record_stream. For the handle of any other stream, the caller must keep the buffers alive.
     """
     if type(stream) is Handle:
         owner = stream.owner
     elif not stream:
         return
     else:
-        owner = host_module().made_here(stream) if library.is_host else _made.get(stream)
+        owner = host_module().stream_from_handle(stream) if library.is_host else _created.get(stream)
     if hasattr(owner, "hold"):
         owner.hold(keep)
     elif hasattr(owner, "cuda_stream") and hasattr(owner, "record_event"):

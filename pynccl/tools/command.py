@@ -1,4 +1,4 @@
-"""What all commands have in common above argparse: help, types of options, exit codes, and errors in one line.
+"""Shared by all commands, on top of argparse: help, option types, exit codes, and one-line errors.
 
     def main() -> int:
         parser = command.Parser(__doc__, failed="a bound is not met")
@@ -8,19 +8,21 @@
     if __name__ == "__main__":
         command.run(main)
 
-Errors that a user can mend are one line and no traceback; python -X dev shows where they come from.
+Errors that a user can fix are printed as one line without a traceback; python -X dev shows the traceback.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import errno
 import os
+import re
 import sys
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -29,24 +31,24 @@ from ..bootstrap import from_env
 from ..progress import shown
 
 GOOD, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
-_NO_MEMORY = ("can't allocate memory", "out of memory")  # of torch, on a CPU and on a GPU
+_NO_MEMORY = ("can't allocate memory", "out of memory")  # torch's errors on a CPU and on a GPU
 _SILENT_SECONDS = 3.0
 
 
 class FailedError(RuntimeError):
-    """What a command was asked for came to a bad end: its text, and exit code 1."""
+    """The command ran but failed: prints this text and exits with code 1."""
 
 
 # ------------------------------------------------------------------------------------------------ options and help
 
 
 class Parser(argparse.ArgumentParser):
-    """Options of a command.
+    """Parser of a command's options.
 
-    doc       what it does; from a line "examples:" on, below the options
-    failed    when the exit code is 1, in words
+    doc       description; the text after a line "examples:" is printed below the options
+    failed    what exit code 1 means, in words
 
-    An error is one line and exit code 2. Under a launcher rank 0 alone prints the help.
+    Errors are one line with exit code 2. Under a launcher only rank 0 prints the help.
     """
 
     def __init__(self, doc: str | None = None, *, failed: str = "it failed", **options: Any) -> None:
@@ -59,7 +61,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**{"formatter_class": kind, "epilog": epilog, "description": about.strip(), **options})
 
     def error(self, message: str) -> NoReturn:
-        say(f"{self.prog}: error: {message}; --help shows the options")
+        say(f"{self.prog}: error: {message}" + ("" if message.endswith("?") else "; --help shows the options"))
         raise SystemExit(USAGE)
 
     def print_help(self, file: IO[str] | None = None) -> None:  # type: ignore[override]
@@ -67,33 +69,52 @@ class Parser(argparse.ArgumentParser):
             super().print_help(file)
 
 
-def whole(least: int, most: int = (1 << 31) - 1) -> Callable[[str], int]:
-    """The type of an option: a whole number from `least` to `most`."""
-    upto = f", {least} or more" if most == (1 << 31) - 1 else f" from {least} to {most}"
+def whole(min_: int, max_: int = (1 << 31) - 1) -> Callable[[str], int]:
+    """Return an option type: an integer from `min_` to `max_`."""
+    bounds = f", {min_} or more" if max_ == (1 << 31) - 1 else f" from {min_} to {max_}"
 
-    def read(text: str) -> int:
+    def parse(text: str) -> int:
         with contextlib.suppress(ValueError):
-            if least <= int(text) <= most:
+            if min_ <= int(text) <= max_:
                 return int(text)
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number{upto}")
+        raise argparse.ArgumentTypeError(f"{text!r}: expected an integer{bounds}")
 
-    return read
+    return parse
 
 
-def number(least: float, unit: str = "a number") -> Callable[[str], float]:
-    """The type of an option: a finite number, `least` or more."""
+def number(min_: float, unit: str = "a number") -> Callable[[str], float]:
+    """Return an option type: a finite number, `min_` or more."""
 
-    def read(text: str) -> float:
+    def parse(text: str) -> float:
         with contextlib.suppress(ValueError):
-            if least <= float(text) < float("inf"):
+            if min_ <= float(text) < float("inf"):
                 return float(text)
-        raise argparse.ArgumentTypeError(f"{text!r}: expected {unit}, {least:g} or more")
+        raise argparse.ArgumentTypeError(f"{text!r}: expected {unit}, {min_:g} or more")
 
-    return read
+    return parse
+
+
+def name_in(names: Collection[str]) -> Callable[[str], str]:
+    """Return an option type to use with `choices=names`: a misspelt name raises with the closest name."""
+
+    def parse(text: str) -> str:
+        suggestion = "" if text in names else did_you_mean(text, names)
+        if suggestion:
+            raise argparse.ArgumentTypeError(f"invalid choice: {text!r}; {suggestion}")
+        return text  # argparse rejects other unknown names and lists the choices
+
+    return parse
+
+
+def did_you_mean(text: str, names: Collection[str]) -> str:
+    """Return "did you mean NAME?" with the closest of `names`, ignoring case, "_" and "-"; "" if none is close."""
+    by_letters = {name.replace("_", ""): name for name in names}
+    found = difflib.get_close_matches(re.sub("[_-]", "", text.lower()), by_letters, n=1)
+    return f"did you mean {by_letters[found[0]]}?" if found else ""
 
 
 def output_file(text: str) -> Path:
-    """The type of an option: a file that rank 0 can write. Folders on its way are made at once."""
+    """Option type: a file that rank 0 can write. Creates missing parent folders immediately."""
     path = Path(text)
     try:
         if rank() == 0:
@@ -103,17 +124,17 @@ def output_file(text: str) -> Path:
             if not os.access(path if path.exists() else path.parent, os.W_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except (OSError, ValueError) as error:
-        raise argparse.ArgumentTypeError(f"{text}: {reason(error)}; pass a file that can be written") from error
+        raise argparse.ArgumentTypeError(f"{text}: {reason(error)}; pass a writable file") from error
     return path
 
 
 def reason(error: BaseException) -> str:
-    """Why, without the number and the file of an OSError."""
+    """Return the error's message, without the errno and file name of an OSError."""
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 def rank() -> int:
-    """Of this process in its launch, by the environment; 0 outside a launch."""
+    """Return this process's rank, from the environment variable RANK; 0 outside a launch."""
     text = os.environ.get("RANK", "0")
     return int(text) if text.isdigit() else 0
 
@@ -122,7 +143,7 @@ def rank() -> int:
 
 
 def on_ranks(main: Callable[[Any], str], doc: str | None) -> NoReturn:
-    """A command without options: `main` gets the communicator of the launch; rank 0 prints what it returns."""
+    """Run a command that takes no options: call `main` with the launch's communicator, print its result on rank 0."""
 
     def call() -> None:
         Parser(doc, failed="a rank failed, or the result differs from one process's").parse_args()
@@ -135,16 +156,16 @@ def on_ranks(main: Callable[[Any], str], doc: str | None) -> NoReturn:
 
 
 def run(main: Callable[[], int | None], prog: str | None = None) -> NoReturn:
-    """End the process with what `main` returns, None being 0.
+    """Call `main` and exit with the code that it returns (None is 0).
 
-    An error of the user's making is one line, `prog` (the file's name) first, with the exit code of `code_of`.
-    A reader who has seen enough, as in `.. | head`, is 1 and no line. Any other exception keeps its traceback.
+    A user error prints one line, starting with `prog` (default: the file name); `code_of` gives the exit code.
+    A closed stdout, as with `.. | head`, exits with 1 silently. Any other exception keeps its traceback.
     """
     raise SystemExit(ended(main, prog or Path(sys.argv[0]).name))
 
 
 def ended(main: Callable[[], int | None], prog: str) -> int:
-    """The exit code that `run` ends with."""
+    """Call `main`, report its error as `run` describes, and return the exit code."""
     try:
         with shown():
             code = main() or GOOD
@@ -157,14 +178,14 @@ def ended(main: Callable[[], int | None], prog: str) -> int:
         code, text = code_of(error), _text_of(error)
         if not code or (sys.flags.dev_mode and code != INTERRUPTED):
             raise
-        # As the interpreter notes an error that nobody catches: so the flight recorder can tell the other ranks of it.
+        # The interpreter sets these for uncaught errors; the flight recorder reads them to notify the other ranks.
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
     if text:
         place = f"rank {rank()}: " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
         say(f"{prog}: {place}" + "\n  ".join(line.strip() for line in text.splitlines()))
     try:
         sys.stdout.flush()
-    except (OSError, ValueError, AttributeError):  # what nobody reads, or no disk holds, is not written again at exit
+    except (OSError, ValueError, AttributeError):  # stdout is closed or the disk is full: do not flush again at exit
         with contextlib.suppress(OSError, ValueError, AttributeError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return code
@@ -179,8 +200,11 @@ def _text_of(error: BaseException) -> str:
 
 
 def code_of(error: BaseException) -> int:
-    """The exit code of an error: 2 where options, files, settings or missing packages are wrong, 1 where a rank, the
-    communication or memory failed, 130 for Ctrl-C; 0 for one that is not of the user's making."""
+    """Return the exit code of an error.
+
+    2: wrong options, files or settings, or missing packages. 1: a rank, communication or memory allocation failed.
+    130: Ctrl-C. 0: not a user error, so it keeps its traceback.
+    """
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
     if isinstance(error, (NcclInvalidUsage, NcclVersionError)):
@@ -196,9 +220,10 @@ def code_of(error: BaseException) -> int:
 
 
 def say(text: str) -> None:
-    """Print it on standard error; of wrong options, which all ranks have alike, one rank of a machine does.
+    """Print to standard error. For wrong options, which all ranks share, only local rank 0 of each node prints.
 
-    The others wait a while before they end: torchrun ends all ranks once one has, and rank 0 is to say it first."""
+    The other ranks sleep first: torchrun ends all ranks when one exits, and rank 0 must have printed by then.
+    """
     if os.environ.get("LOCAL_RANK", "0") != "0" and ": error: " in text:
         time.sleep(_SILENT_SECONDS)
     elif sys.stderr is not None:

@@ -1,13 +1,13 @@
-"""init_process_group("pynccl"): torch.distributed code runs over this library, unchanged.
+"""init_process_group("pynccl"): run torch.distributed code over this library, unchanged.
 
     import pynccl.torch_backend
     import torch.distributed as dist
 
     dist.init_process_group("pynccl")
 
-The import registers the backend for cpu and cuda; from torch 2.14 on it is found without. CPU tensors go through the
-host library, CUDA tensors through libnccl. DDP, FSDP2, DTensor, distributed checkpoints and functional collectives use
-it as they use gloo or NCCL. What each call does, and what is different: docs/torch_backend.md.
+The import registers the backend for cpu and cuda; torch 2.14 and later find it without the import. CPU tensors use the
+host library, CUDA tensors libnccl. DDP, FSDP2, DTensor, distributed checkpoints and functional collectives work as with
+gloo or NCCL. For the details of each call and the differences see docs/torch_backend.md.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ __all__ = ["PyncclBackend", "register"]
 
 
 def _make(opts: Any, backend_options: Any = None) -> PyncclBackend:
-    """What torch.distributed calls for each new group, on each of its ranks."""
-    ranks, rank = opts.global_ranks_in_group, opts.group_rank  # no ranks: all of them
+    """Create the backend of a new group; torch.distributed calls it on each rank of the group."""
+    ranks, rank = opts.global_ranks_in_group, opts.group_rank  # empty: all ranks
     name = f"group {opts.group_id}" if ranks else "world"
-    if not ranks and (own := recorder()) is not None and own.head.rank < 0:
-        own.head.rank = rank  # by which messages call this process, where no RANK says it
+    if not ranks and (flight_recorder := recorder()) is not None and flight_recorder.head.rank < 0:
+        flight_recorder.head.rank = rank  # for messages: RANK is not set
     serves = (ranks[rank] if ranks else rank) == 0 and not agent_serves()
     return PyncclBackend(opts.store, rank, opts.group_size, opts.timeout, name, serves)
 
 
 def register() -> None:
-    """Make "pynccl" known to torch.distributed; the import does it."""
+    """Register the "pynccl" backend with torch.distributed. Importing this package does it."""
     c10d.register(_make)
 
 
 def _own_communicator(group: Any) -> Communicator | None:
-    """That of a process group of this backend."""
+    """Return the communicator of a process group of this backend; None for other backends."""
     backend = c10d.backend_of(group, "cpu")
     return backend.communicator() if isinstance(backend, PyncclBackend) else None
 

@@ -1,4 +1,4 @@
-"""PyncclBackend: the ranks of a process group, their communicators, their messages, and how they end."""
+"""PyncclBackend: a process group with its communicators, send and recv, and shutdown."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from .messages import Channel
 from .tensors import Copy, source, target
 from .work import Call, Lane, Work
 
-_SHUTDOWN_SECONDS = 10.0  # for ranks that come later to destroy_process_group, or never
+_SHUTDOWN_SECONDS = 10.0  # to wait for ranks that call destroy_process_group later or never
 _SERVER = "the process that serves the store of torch.distributed"
-_AGAIN = "every process needs a rank of its own"
-_NO_LIMIT = timedelta(0)  # or less: of a call that is not told its own
+_DUPLICATE_HINT = "every process needs a unique rank"
+_NO_LIMIT = timedelta(0)  # or less: the call has no timeout of its own
 _NAMED_SINCE = (2, 27)  # ncclConfig_t.commName
-_open: set[PyncclBackend] = set()  # torch's own wrapper (TORCH_DISTRIBUTED_DEBUG=DETAIL) keeps their C++ half alone
+_open: set[PyncclBackend] = set()  # torch's wrapper (TORCH_DISTRIBUTED_DEBUG=DETAIL) keeps only their C++ half alive
 
 
 class PyncclBackend(Collectives):
-    """A process group over pynccl: a communicator for CPU tensors, one for CUDA tensors, made when first needed.
+    """A process group over pynccl, with one communicator for CPU tensors and one for CUDA tensors, made on first use.
 
-    communicator(kind)  that of "cpu" or "cuda"; all ranks together, the first time
-    serves              this process serves the store
+    communicator(kind)  the communicator for "cpu" or "cuda"; the first call for each is collective
+    serves              whether this process serves the store
     """
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, name: str, serves: bool = False) -> None:
@@ -52,10 +52,10 @@ class PyncclBackend(Collectives):
         self._sequence = 0
         self._batch: tuple[list[torch.Tensor], list[Call], list[Copy]] | None = None
         if not gpu_count():
-            self._lane(torch.device("cpu"))  # a rank that is missing is named here
+            self._lane(torch.device("cpu"))  # early, so that missing ranks are reported here
 
     def communicator(self, kind: str = "") -> Communicator:
-        """That of the group for tensors on "cpu" or "cuda"; "": the GPU's, where there is one."""
+        """Return the group's communicator for tensors on "cpu" or "cuda"; "": the GPU's if there is a GPU."""
         return self._lane(torch.device(kind or ("cuda" if gpu_count() else "cpu"))).comm
 
     def _lane(self, device: torch.device) -> Lane:
@@ -71,24 +71,24 @@ class PyncclBackend(Collectives):
         if device.type not in ("cpu", "cuda"):
             raise ValueError(f"the tensor is on {device}, expected cpu or cuda")
         library = load("host") if device.type == "cpu" else load()
-        if size == 1:  # of which torch may make several on different ranks, with one name
+        if size == 1:  # torch can make several such groups on different ranks, with the same store prefix
             store = HashStore()
         config = CommConfig(comm_name=name) if library.is_host or library.version >= _NAMED_SINCE else None
         clock, where = Clock(self._timeout.total_seconds()), None if library.is_host else device
         comm = init_at(
-            Rendezvous(store, rank, size, clock, _SERVER, _AGAIN), library, where, None, config, self._serves
+            Rendezvous(store, rank, size, clock, _SERVER, _DUPLICATE_HINT), library, where, None, config, self._serves
         )
         self._limit(comm)
         return comm
 
     def _limit(self, comm: Communicator) -> None:
-        """A call that is under way for longer than the group's timeout fails, and says who is missing."""
-        comm.call_timeout = seconds = self._timeout.total_seconds()
-        if comm.library.is_host:  # its own limit is the only one where there is no watchdog
-            host_module().set_timeout(comm.handle, seconds + _SHUTDOWN_SECONDS * comm.recorded)
+        """Make calls that run longer than the group's timeout fail with an error that names the missing ranks."""
+        comm._call_timeout = seconds = self._timeout.total_seconds()
+        if comm.library.is_host:  # the only limit if there is no watchdog
+            host_module().set_timeout(comm.handle, seconds + _SHUTDOWN_SECONDS * comm._is_recorded)
 
     def _run(self, result: Sequence[torch.Tensor], calls: list[Call], opts: Any, copies: Sequence[Copy] = ()) -> Work:
-        """Calls that are made together, then the copies; or later, with others, while calls are coalesced."""
+        """Make the calls together, then the copies. While coalescing, only collect them."""
         if self._batch is not None:
             self._batch[0].extend(result)
             self._batch[1].extend(calls)
@@ -100,7 +100,7 @@ class PyncclBackend(Collectives):
         return self._lane(result[0].device).run(calls, result, here, copies, seconds)
 
     def start_coalescing(self) -> None:
-        """The calls from now on are one group."""
+        """Collect the following calls into one group."""
         self._batch = ([], [], [])
 
     def end_coalescing(self) -> Work:
@@ -120,11 +120,11 @@ class PyncclBackend(Collectives):
         return self._run([one], [lambda comm, stream: comm.all_reduce(one, one, stream=stream)], opts)
 
     def monitored_barrier(self, opts: Any = None, wait_all_ranks: bool = False) -> None:
-        """barrier() with a timeout of its own. Before torch 2.14 dist.monitored_barrier is for gloo alone."""
+        """barrier() with its own timeout. Before torch 2.14 dist.monitored_barrier works with gloo only."""
         one, limit = torch.ones(1, dtype=torch.int32), getattr(opts, "timeout", opts) or self._timeout
         self._run([one], [lambda comm, stream: comm.all_reduce(one, one, stream=stream)], None).wait(limit)
 
-    # Messages
+    # Point-to-point
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> Work:
         [x] = tensors
@@ -142,21 +142,21 @@ class PyncclBackend(Collectives):
         return self._run([x], [lambda comm, stream: comm.recv(buffer, src, stream=stream)], None, copies)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Work:
-        raise NotImplementedError("recv from any rank: NCCL has no such call; pass src=, the rank that sends")
+        raise NotImplementedError("recv from any rank: NCCL does not support it; pass src=, the sending rank")
 
     def _channel(self, sender: int, receiver: int, device: torch.device) -> Channel:
         key = (sender, receiver, device.type)
         with self._making:
             if key not in self._channels:
                 store = PrefixStore(f"pynccl/{device.type}/{sender}-{receiver}", self._store)
-                name = f"{self._title}: rank {sender} is 0, rank {receiver} is 1"  # in what is said of it
-                place = 0 if self.rank() == sender else 1
-                connect = partial(self._connect, device, store, place, 2, name)
+                name = f"{self._title}: rank {sender} is 0, rank {receiver} is 1"  # for messages
+                pair_rank = 0 if self.rank() == sender else 1
+                connect = partial(self._connect, device, store, pair_rank, 2, name)
                 self._channels[key] = Channel(self.rank(), sender, receiver, connect, self._check)
             return self._channels[key]
 
     def _check(self) -> None:
-        """Raise what a communicator of the group has failed with."""
+        """Raise the error of a communicator of the group, if one has failed."""
         for lane in list(self._lanes.values()):
             try:
                 lane.comm.check_async_error()
@@ -178,11 +178,11 @@ class PyncclBackend(Collectives):
 
     @property
     def supports_coalescing(self) -> bool:
-        """On a GPU batch_isend_irecv is one group of NCCL; on the CPU each message goes by itself, as over gloo."""
+        """On a GPU batch_isend_irecv is one NCCL group; on the CPU each message is separate, as with gloo."""
         return gpu_count() > 0
 
     def split(self, store: Any, ranks: Sequence[int], opts: Any) -> PyncclBackend | None:
-        """The backend of some of the ranks, for a group of its own; None on the others."""
+        """Return the backend of a new group of these ranks; None on the other ranks."""
         if self.rank() not in ranks:
             return None
         name = getattr(opts, "group_name", "") or f"{self._title}.split"
@@ -194,7 +194,7 @@ class PyncclBackend(Collectives):
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout
-        for lane in (*self._lanes.values(), *(one.lane for one in self._channels.values())):
+        for lane in (*self._lanes.values(), *(channel.lane for channel in self._channels.values())):
             if lane is not None:
                 self._limit(lane.comm)
 
@@ -207,7 +207,7 @@ class PyncclBackend(Collectives):
         return self._sequence
 
     def shutdown(self) -> None:
-        """Finish what is in flight and end the communicators. Ranks that never do the same are left after 10 s."""
+        """Wait for the calls in flight and destroy the communicators. Waits at most 10 s for the other ranks."""
         _open.discard(self)
         channels, lanes = list(self._channels.values()), list(self._lanes.values())
         self._channels.clear()
@@ -223,7 +223,7 @@ class PyncclBackend(Collectives):
             channel.end_close(max(clock.left(), 0.0))
 
     def abort(self) -> None:
-        """End the communicators at once: calls in flight raise, here and on the other ranks."""
+        """Abort the communicators: calls in flight raise, here and on the other ranks."""
         _open.discard(self)
         for lane in self._lanes.values():
             lane.comm.abort()

@@ -1,4 +1,4 @@
-"""What this room takes from torch that is private, or that differs between torch 2.13 and later ones."""
+"""The private torch APIs that this package uses, and those that differ between torch 2.13 and later versions."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _ProcessGroup: Any = c10d.ProcessGroup
 def _backends_may_be_python() -> bool:
     try:
         type("Probe", (c10d.Backend,), {})(0, 1)
-    except TypeError:  # no constructor
+    except TypeError:  # no Python constructor
         return False
     return True
 
 
-# From torch 2.14 on, a Backend can be a class of Python, and a group can have one for each kind of device. Before, only
-# a whole ProcessGroup could: it serves all devices, and torch calls its methods without its own dispatch between.
+# From torch 2.14 on, a Backend can be a Python class, and a group can have one backend per device type. Before, only a
+# ProcessGroup could be one: it serves all devices, and torch calls its methods directly, without dispatch.
 IS_BACKEND = _backends_may_be_python()
 
 
-class _GroupOfOldTorch(_ProcessGroup):
-    """What torch asks of a process group, and does not know of one of Python."""
+class _ProcessGroupBase(_ProcessGroup):
+    """Methods that torch needs and does not provide for a ProcessGroup written in Python."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)
@@ -59,7 +59,7 @@ class _GroupOfOldTorch(_ProcessGroup):
         return self.end_coalescing()
 
 
-Base: Any = c10d.Backend if IS_BACKEND else _GroupOfOldTorch
+Base: Any = c10d.Backend if IS_BACKEND else _ProcessGroupBase
 
 
 def options(timeout: timedelta) -> Any:
@@ -67,7 +67,7 @@ def options(timeout: timedelta) -> Any:
 
 
 def backend_of(group: Any, kind: str) -> Any:
-    """The backend of a process group for this kind of device; None where it has none."""
+    """Return the backend of a process group for a device type; None if it has none."""
     try:
         return group._get_backend(torch.device(kind))
     except RuntimeError:
@@ -78,12 +78,12 @@ _NAMES = {kind: name for name, kind in vars(c10d.ReduceOp.RedOpType).items() if 
 
 
 def operator_name(op: Any) -> str:
-    """ "SUM", of a ReduceOp or of one of its constants."""
+    """Return "SUM", ... for a ReduceOp or one of its constants."""
     return _NAMES[getattr(op, "op", op)]
 
 
 def factor(op: Any) -> Any:
-    """Of a PREMUL_SUM: a number, or a tensor of one element."""
+    """Return the factor of a PREMUL_SUM: a number or a tensor of one element."""
     return op.__getstate__()[1]
 
 

@@ -1,8 +1,8 @@
-"""The collectives of a process group, as torch.distributed calls them: each one call, or one group, of a communicator.
+"""The collectives of a process group, as torch.distributed calls them: each is one call or group of a communicator.
 
-Arguments are c10d's: lists of tensors, and options with the root, the operator, and whether the caller waits (asyncOp),
-or in their place the operator or the root alone. Each returns a Work. Errors are those of the communicator's methods,
-raised before anything is launched.
+The arguments are c10d's: lists of tensors, then options with the root, the operator and whether the caller waits
+(asyncOp), or only the operator or root instead. Each method returns a Work. Errors are those of the communicator's
+methods, raised before anything is launched.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch
 
 from ..comm.communicator import Communicator
 from . import c10d
-from .tensors import Copy, joined, operator, parts, source, target
+from .tensors import Copy, concatenated, operator, recv_buffer_of, source, target
 from .work import Call, Work
 
 SUM = c10d.ReduceOp.SUM
 
 
 class Collectives(c10d.Base):
-    """What PyncclBackend inherits: the methods that move data between all ranks."""
+    """Base class of PyncclBackend with the collective methods."""
 
     def allreduce(self, tensors: Any, opts: Any = SUM) -> Work:
         tensors, op, copies = _listed(tensors), _operator_of(opts), _no_copies()
@@ -34,19 +34,21 @@ class Collectives(c10d.Base):
     allreduce_coalesced = allreduce
 
     def _allreduce_sparse(self, tensors: list[torch.Tensor], op: Any) -> Work:
-        """Gradients of nn.Embedding(sparse=True): the sum of all ranks' elements. Waits: nobody knows how many come."""
+        """Sum sparse tensors over all ranks, such as gradients of nn.Embedding(sparse=True).
+
+        Blocks until the numbers of elements of all ranks are known."""
         if c10d.operator_name(op) != "SUM":
             raise ValueError(f"ReduceOp.{c10d.operator_name(op)} of a sparse tensor: expected SUM")
         for x in tensors:
             comm, data = self._lane(x.device).comm, x.data.coalesce()
             counts = comm.all_gather(torch.tensor([data._nnz()], device=x.device)).tolist()
             found = []
-            for part in (data.indices().t(), data.values()):  # a row for each element
+            for part in (data.indices().t(), data.values()):  # one row per element
                 width = part.shape[1:].numel()
                 flat = comm.all_gather_v(part.contiguous().view(-1), counts=[count * width for count in counts])
                 found.append(flat.view(sum(counts), *part.shape[1:]))
             total = torch.sparse_coo_tensor(found[0].t(), found[1], x.shape, check_invariants=False).coalesce()
-            with torch.no_grad():  # x.data would be a copy
+            with torch.no_grad():  # not x.data, which would be a copy
                 x.copy_(total)
         return Work(None, tensors)
 
@@ -66,14 +68,14 @@ class Collectives(c10d.Base):
         lists = _lists(outputs, len(inputs))
         for outs, x in zip(lists, inputs, strict=True):
             self._check_list("all_gather", outs)
-            send, recv = source(x), parts(outs, copies)
+            send, recv = source(x), recv_buffer_of(outs, copies)
             counts = [out.numel() * x.element_size() // send.element_size() for out in outs]
             uneven = {"counts": counts} if len(set(counts)) > 1 else {}
             calls.append(_movement("all_gather_v" if uneven else "all_gather", send, recv, **uneven))
         return self._run([out for outs in lists for out in outs], calls, opts, copies)
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
-        """outputs[rank][input], where allgather has outputs[input][rank]."""
+        """`allgather` with outputs[rank][input] instead of outputs[input][rank]."""
         return self.allgather([list(outs) for outs in zip(*outputs, strict=True)], inputs, opts)
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
@@ -86,10 +88,10 @@ class Collectives(c10d.Base):
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = SUM) -> Work:
         copies, calls, outputs = _no_copies(), [], _listed(outputs)
-        for out, given in zip(outputs, _lists(inputs, len(outputs)), strict=True):
-            self._check_list("reduce_scatter", given)
-            send, recv = joined(given, reduces=True), target(out, copies, reduces=True)
-            counts = [x.numel() * send.numel() // max(sum(x.numel() for x in given), 1) for x in given]
+        for out, blocks in zip(outputs, _lists(inputs, len(outputs)), strict=True):
+            self._check_list("reduce_scatter", blocks)
+            send, recv = concatenated(blocks, reduces=True), target(out, copies, reduces=True)
+            counts = [x.numel() * send.numel() // max(sum(x.numel() for x in blocks), 1) for x in blocks]
             uneven = {"counts": counts} if len(set(counts)) > 1 else {}
             method = "reduce_scatter_v" if uneven else "reduce_scatter"
             calls.append(_reduction(method, out, _operator_of(opts), send, recv, **uneven))
@@ -112,15 +114,15 @@ class Collectives(c10d.Base):
         if self.rank() == root:
             [result] = _lists(outputs, 1)
             self._check_list("gather", result, equal=True)
-            recv = parts(result, copies)
+            recv = recv_buffer_of(result, copies)
         return self._run(result, [_movement("gather", source(x), recv, root=root)], opts, copies)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = 0) -> Work:
         [out], root, copies, send = _listed(outputs), _root_of(opts), _no_copies(), None
         if self.rank() == root:
-            [given] = _lists(inputs, 1)
-            self._check_list("scatter", given, equal=True)
-            send = joined(given)
+            [blocks] = _lists(inputs, 1)
+            self._check_list("scatter", blocks, equal=True)
+            send = concatenated(blocks)
         return self._run([out], [_movement("scatter", send, target(out, copies), root=root)], opts, copies)
 
     def all_to_all_single(self, output: Any, x: Any, out_splits: Any = (), splits: Any = (), opts: Any = None) -> Work:
@@ -133,7 +135,7 @@ class Collectives(c10d.Base):
         return self._run([output], [_movement("all_to_all_v", send, recv, **counts)], opts, copies)
 
     def _split_counts(self, role: str, x: torch.Tensor, splits: Sequence[int], numel: int) -> list[int]:
-        """Elements of the buffer for each rank, of rows for each rank; none: as many for each."""
+        """Convert split sizes in rows to element counts of the buffer; no splits: equal sizes."""
         ranks, rows = self.size(), x.size(0) if x.dim() else 1
         if not splits and rows % ranks:
             raise ValueError(
@@ -154,7 +156,7 @@ class Collectives(c10d.Base):
             calls += [_movement("send", source(x), peer=peer), _movement("recv", target(out, copies), peer=peer)]
         return self._run(outputs, calls, opts, copies)
 
-    # What torch before 2.13 calls them.
+    # Their names before torch 2.13.
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single
@@ -168,23 +170,23 @@ class Collectives(c10d.Base):
             )
         counts = [x.numel() for x in tensors]
         if equal and len(set(counts)) > 1:
-            raise ValueError(f"{operation}: the tensors have {counts} elements, expected as many for each rank")
+            raise ValueError(f"{operation}: the tensors have {counts} elements, expected equal numbers for all ranks")
 
 
 def _movement(method: str, *buffers: Any, **options: Any) -> Call:
-    """A call of a communicator's method."""
+    """Return a function that calls a method of a communicator."""
     return lambda comm, stream: getattr(comm, method)(*buffers, stream=stream, **options)
 
 
 def _reduction(method: str, x: torch.Tensor, op: Any, *buffers: Any, **options: Any) -> Call:
-    """The same of a reduction by this ReduceOp of tensors like x."""
+    """`_movement` for a reduction with a ReduceOp, of tensors like x."""
     code = operator(op, x)
     if isinstance(code, str):
         return _movement(method, *buffers, op=code, **options)
 
     def call(comm: Communicator, stream: Any) -> None:
-        with code(comm) as made:
-            getattr(comm, method)(*buffers, op=made, stream=stream, **options)
+        with code(comm) as premul_sum:
+            getattr(comm, method)(*buffers, op=premul_sum, stream=stream, **options)
 
     return call
 
@@ -198,8 +200,10 @@ def _listed(tensors: Any) -> list[torch.Tensor]:
 
 
 def _lists(tensors: Any, count: int) -> list[list[torch.Tensor]]:
-    """So many lists, of which a single one may be passed as it is."""
-    return [list(tensors)] if count == 1 and isinstance(tensors[0], torch.Tensor) else [list(one) for one in tensors]
+    """Return `count` lists of tensors; a single list can be passed without an enclosing list."""
+    return (
+        [list(tensors)] if count == 1 and isinstance(tensors[0], torch.Tensor) else [list(inner) for inner in tensors]
+    )
 
 
 def _operator_of(opts: Any) -> Any:

@@ -1,8 +1,9 @@
-"""send and recv: for each two ranks and direction a communicator of these two, with a thread of its own.
+"""send and recv: each pair of ranks and direction has its own communicator and thread.
 
-Calls on one communicator match in order, and programs call isend on every rank first, then irecv, then wait. So each
-direction has its own, made when the first message is sent. On the CPU a message says its tag and size before it comes,
-and one of another tag than is asked for is kept until it is; NCCL has no tags: there messages match in order.
+Calls on one communicator match in order, but programs call isend on every rank first, then irecv, then wait. So each
+direction has a separate communicator, made with the first message. On the CPU a header with tag and size precedes each
+message; messages with another tag are buffered until they are received. NCCL has no tags: on CUDA, messages match in
+order.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 
 from ..bindings.errors import NcclError, NcclInvalidUsage, NcclTimeout
 from ..bindings.library import host_module
-from ..bindings.workers import Begun
+from ..bindings.workers import WorkerCall
 from ..comm.communicator import Communicator
 from ..watch import frames
 from .tensors import source, target
@@ -27,24 +28,24 @@ _POLL_SECONDS = 0.2
 
 
 class Channel:
-    """Messages from `sender` to `receiver`, ranks of a group; this process is one of them.
+    """Messages from rank `sender` to rank `receiver` of a group; this process is one of them.
 
-    connect()  makes the communicator in which the sender is 0 and the receiver 1
-    check()    raises where the group has failed: the peer may be dead, and never come"""
+    connect()  make the communicator, in which the sender is rank 0 and the receiver rank 1
+    check()    raise if the group has failed, since the peer may then be dead"""
 
     def __init__(
         self, rank: int, sender: int, receiver: int, connect: Callable[[], Communicator], check: Callable[[], None]
     ) -> None:
         self.sends, self.peer = rank == sender, receiver if rank == sender else sender
-        self._who = f"rank {sender} to rank {receiver}"
+        self._route = f"rank {sender} to rank {receiver}"
         self._connect, self._check_peer = connect, check
         self.lane: Lane | None = None
         self._error: BaseException | None = None
-        self._early: defaultdict[int, deque[torch.Tensor]] = defaultdict(deque)  # by tag: came before it was asked for
+        self._early: defaultdict[int, deque[torch.Tensor]] = defaultdict(deque)  # by tag: received before its recv
         self._queue, self._closed = host_module().HostStream(), threading.Event()
 
     def post(self, x: torch.Tensor, tag: int) -> Work:
-        """Send x, or receive into it. Returns at once."""
+        """Send x or receive into it. Returns immediately."""
         work = Work(None, [x]).begin()
         work.source = self.peer
         site = frames.user_site()
@@ -63,13 +64,13 @@ class Channel:
         return work
 
     def _run(self, work: Work, x: torch.Tensor, tag: int, before: Any) -> None:
-        """On this channel's thread."""
+        """Run a posted send or recv, in this channel's thread."""
         if self._error is not None:
             raise self._error
         if self.lane is None:
             try:
                 self.lane = Lane(self._connected())
-            except BaseException as error:  # the ranks cannot meet there again
+            except BaseException as error:  # the ranks cannot rendezvous there again
                 self._error = error
                 raise
         if before is not None:
@@ -83,14 +84,14 @@ class Channel:
             self._receive(self.lane.comm, x, tag)
 
     def _connected(self) -> Communicator:
-        begun = Begun(self._connect, "first message")
+        begun = WorkerCall(self._connect, "first message")
         while not begun.done.wait(_POLL_SECONDS):
             self._check_peer()
         try:
             return begun.result(0, NcclTimeout)
         except NcclTimeout as error:
             verb, other = ("send", "recv") if self.sends else ("recv", "send")
-            text = f"{verb}: rank {self.peer} never called {other}, so there are no messages from {self._who}"
+            text = f"{verb}: rank {self.peer} never called {other}, so no message passed from {self._route}"
             raise NcclTimeout(f"{text}\n  {error}") from None
 
     def _receive(self, comm: Communicator, x: torch.Tensor, tag: int) -> None:
@@ -111,8 +112,8 @@ class Channel:
             message = self._early[tag].popleft()
             if message.numel() != expected:
                 raise NcclInvalidUsage(
-                    f"recv: the message from {self._who} (tag {tag}) has {message.numel()} bytes, the tensor of shape "
-                    f"{tuple(x.shape)}, {x.dtype} has {expected}; send and recv tensors of one size and data type"
+                    f"recv: the message from {self._route} (tag {tag}) has {message.numel()} bytes, but the tensor of "
+                    f"shape {tuple(x.shape)}, {x.dtype} has {expected}; send and recv equal sizes and data types"
                 )
             buffer.view(-1).view(torch.uint8).copy_(message)
         for copy in copies:
@@ -132,7 +133,7 @@ class Channel:
         work.lane, work.event = lane, lane.side.record()
 
     def begin_close(self) -> None:
-        """What was posted goes on; behind it the communicator is destroyed, which waits for the peer."""
+        """Queue the destroy of the communicator behind the posted messages. It waits for the peer."""
         self._queue.submit(self._destroy)
 
     def _destroy(self) -> None:
@@ -142,7 +143,7 @@ class Channel:
         self._closed.set()
 
     def end_close(self, seconds: float) -> None:
-        """Wait for that, and abort what has not come to an end."""
+        """Wait for the destroy; abort the communicator if it takes longer than `seconds`."""
         if not self._closed.wait(seconds):
             self.abort()
 

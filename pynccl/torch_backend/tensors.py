@@ -1,7 +1,6 @@
-"""Tensors of torch.distributed as buffers of a communicator: any strides, any data type, no part of autograd's graph.
+"""Convert torch.distributed's tensors to buffers of a communicator: any strides and data type, outside autograd.
 
-A collective of torch.distributed changes tensors behind autograd's back and counts no version: DDP and FSDP rely on
-that.
+Collectives of torch.distributed write tensors without bumping their version counters; DDP and FSDP rely on that.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from . import c10d
 
 Copy = Callable[[], object]
 _OPERATORS = {"SUM": "sum", "AVG": "avg", "PRODUCT": "prod", "MIN": "min", "MAX": "max"}
-_OF_COMPLEX = {"SUM": "sum", "AVG": "avg"}
-_OF_BOOL = {"SUM": "max", "MAX": "max", "PRODUCT": "min", "MIN": "min"}  # or, and
+_COMPLEX_OPERATORS = {"SUM": "sum", "AVG": "avg"}
+_BOOL_OPERATORS = {"SUM": "max", "MAX": "max", "PRODUCT": "min", "MIN": "min"}  # or, and
 
 
 def source(x: torch.Tensor, reduces: bool = False) -> torch.Tensor:
-    """A contiguous buffer that holds x: its own memory, if that will do."""
+    """Return a contiguous buffer with the values of x: its own memory if possible, else a copy."""
     if x.layout is not torch.strided:
         raise TypeError(f"a {x.layout} tensor of shape {tuple(x.shape)} cannot be sent; pass x.to_dense()")
     if x.is_conj() or x.is_neg():
@@ -33,11 +32,12 @@ def source(x: torch.Tensor, reduces: bool = False) -> torch.Tensor:
 
 
 def target(x: torch.Tensor, copies: list[Copy], reduces: bool = False, keep: bool = False) -> torch.Tensor:
-    """A contiguous buffer to receive x into: its own memory, or another one, from which `copies` then bring it.
+    """Return a contiguous buffer to receive x into: its own memory, or a temporary one whose copy-back function is
+    appended to `copies`.
 
-    keep  it has to hold x before"""
+    keep  fill the temporary buffer with x"""
     if x.layout is not torch.strided:
-        raise TypeError(f"a {x.layout} tensor of shape {tuple(x.shape)} cannot be received into")
+        raise TypeError(f"a {x.layout} tensor of shape {tuple(x.shape)} cannot be received into; pass a dense one")
     data = x.data
     if data.is_contiguous() and not (data.is_conj() or data.is_neg()):
         return _elements(data, reduces)
@@ -48,13 +48,13 @@ def target(x: torch.Tensor, copies: list[Copy], reduces: bool = False, keep: boo
     return _elements(buffer, reduces)
 
 
-def joined(tensors: Sequence[torch.Tensor], reduces: bool = False) -> torch.Tensor:
-    """One buffer that holds them, one after the other."""
+def concatenated(tensors: Sequence[torch.Tensor], reduces: bool = False) -> torch.Tensor:
+    """Return one buffer that holds the tensors one after the other."""
     return source(torch.cat([x.data.reshape(-1) for x in tensors]), reduces)
 
 
-def parts(tensors: Sequence[torch.Tensor], copies: list[Copy], reduces: bool = False) -> torch.Tensor:
-    """One buffer to receive them into, one after the other, from which `copies` then bring them."""
+def recv_buffer_of(tensors: Sequence[torch.Tensor], copies: list[Copy], reduces: bool = False) -> torch.Tensor:
+    """Return one buffer to receive the tensors into, one after the other; append copy-back functions to `copies`."""
     counts = [x.numel() for x in tensors]
     buffer = torch.empty(sum(counts), dtype=tensors[0].dtype, device=tensors[0].device)
     for x, part in zip(tensors, buffer.split(counts), strict=True):
@@ -63,7 +63,7 @@ def parts(tensors: Sequence[torch.Tensor], copies: list[Copy], reduces: bool = F
 
 
 def _elements(x: torch.Tensor, reduces: bool) -> torch.Tensor:
-    """With a data type that NCCL has: bytes, where it does not; for a reduction what has the same sum."""
+    """View x with a data type that NCCL has: as bytes to move data, as a type with the same sum to reduce."""
     if reduces:
         if x.dtype == torch.bool:
             return x.view(torch.uint8)
@@ -79,17 +79,17 @@ def _has_data_type(dtype: torch.dtype) -> bool:
 
 
 def operator(op: Any, x: torch.Tensor) -> str | Callable[[Communicator], PreMulSum]:
-    """What a communicator calls this ReduceOp, for tensors like x; or what makes it, for one with a factor."""
+    """Return the communicator's name of a ReduceOp for tensors like x; for PREMUL_SUM, a factory of the operator."""
     name = c10d.operator_name(op)
     if name == "PREMUL_SUM":
         factor, dtype = c10d.factor(op), x.dtype.to_real()
         if isinstance(factor, torch.Tensor):
             factor = factor.data.to(dtype)
         return lambda comm: comm.pre_mul_sum(factor, dtype)
-    known = _OF_BOOL if x.dtype == torch.bool else _OF_COMPLEX if x.is_complex() else _OPERATORS
-    if name in known:
-        return known[name]
+    operators = _BOOL_OPERATORS if x.dtype == torch.bool else _COMPLEX_OPERATORS if x.is_complex() else _OPERATORS
+    if name in operators:
+        return operators[name]
     raise ValueError(
-        f"ReduceOp.{name} of a {x.dtype} tensor: NCCL has no such reduction; expected one of {', '.join(known)}"
+        f"ReduceOp.{name} of a {x.dtype} tensor: NCCL has no such reduction; expected one of {', '.join(operators)}"
         + ("; all_gather the tensors and combine them" if name.startswith("B") else "")
     )

@@ -1,4 +1,4 @@
-"""Lane: a group's communicator for one kind of device, and the stream of its asynchronous calls. Work: such a call."""
+"""Lane: a group's communicator for one device type, with the side stream of its asynchronous calls. Work: one call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..bindings.errors import NcclTimeout
-from ..bindings.workers import Begun
+from ..bindings.workers import WorkerCall
 from ..comm.base import explained
 from ..comm.communicator import Communicator
 from ..comm.groups import group
@@ -21,49 +21,49 @@ from ..interop.streams import create_stream, current_stream
 from . import c10d
 from .tensors import Copy
 
-Call = Callable[[Communicator, Any], object]  # of a communicator, on a stream; None is the caller's
+Call = Callable[[Communicator, Any], object]  # (communicator, stream); stream None: the current stream
 
 
 class Work(c10d.WorkBase):
-    """One call, as torch.distributed has it.
+    """A torch.distributed Work: the handle of one call.
 
-    result  the tensors that it fills, which its future gives
-    limit   seconds that wait() takes at most where it is not told; None: the group's timeout, which the watchdog keeps
-    event   on CUDA: behind it on the side stream; None: it is in the order of the current stream
+    result  the tensors that it fills, the value of its future
+    limit   default timeout of wait() in seconds; None: the group's timeout, enforced by the watchdog
+    event   on CUDA: recorded after the call on the side stream; None: the call is on the current stream
     """
 
     def __init__(self, lane: Lane | None, result: Sequence[torch.Tensor], limit: float | None = None) -> None:
         super().__init__()
         self.lane, self._result, self._limit = lane, list(result), limit
-        self.source = -1  # of a recv
+        self.source = -1  # source rank of a recv
         self.event: Any = None
-        self._happened: threading.Event | None = None  # None: it has run, or is in a stream's order
+        self._done: threading.Event | None = None  # None: it has run, or is enqueued on a stream
         self._error: BaseException | None = None
         self._future: Any = None
         self._settled = False
         self._lock = threading.Lock()
 
     def begin(self) -> Work:
-        """It has not happened yet: `complete` will say so."""
-        self._happened = threading.Event()
+        """Mark it as pending until `complete` is called."""
+        self._done = threading.Event()
         return self
 
     def complete(self, error: BaseException | None = None) -> None:
-        """It has run, or failed. What waits for its future goes on in another thread: it may wait for later calls."""
-        assert self._happened is not None
+        """Mark it as done or failed. Callbacks of the future run in another thread: they can wait for later calls."""
+        assert self._done is not None
         self._error = error
-        self._happened.set()
+        self._done.set()
         if self._future is not None:
-            Begun(self._settle, "future")
+            WorkerCall(self._settle, "future")
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait on the CPU; order the current stream behind it on CUDA. Raises what it has failed with.
+        """Block until it is done (CPU), or make the current stream wait for it (CUDA). Raises its error if it failed.
 
-        timeout  NcclTimeout after so long, and the call goes on; 0: the group's"""
-        if self._happened is not None:
+        timeout  raise NcclTimeout after this time, while the call continues; 0: the group's timeout"""
+        if self._done is not None:
             limit = timeout.total_seconds() if timeout else self._limit
-            if not self._happened.wait(limit):
-                text = f"a collective or message was not complete after wait({limit:g} s)"
+            if not self._done.wait(limit):
+                text = f"wait({limit:g} s) timed out; the collective, send or recv is still in progress"
                 raise explained(NcclTimeout(text), self.lane.comm._track if self.lane else None)
             if self._error is not None:
                 raise self._error
@@ -72,7 +72,7 @@ class Work(c10d.WorkBase):
         return True
 
     def is_completed(self) -> bool:
-        if self._happened is not None and not self._happened.is_set():
+        if self._done is not None and not self._done.is_set():
             return False
         return self.event is None or bool(self.event.query())
 
@@ -93,14 +93,14 @@ class Work(c10d.WorkBase):
     _source_rank = source_rank
 
     def get_future(self) -> Any:
-        """A future of the tensors; on CUDA it is complete in the order of streams, as those of torch are."""
+        """Return a future of the tensors. On CUDA it completes in stream order, like torch's own."""
         with self._lock:
             if self._future is None:
                 devices: Any = sorted({x.device for x in self._result if x.is_cuda}, key=str)
-                self._began: Any = torch.futures.Future(devices=devices or None)
-                # set_exception() of torch sets a result, which C++ takes for one: DDP's reducer for tensors.
-                self._future = self._began if devices else self._began.then(self._outcome)
-        if self._happened is None or self._happened.is_set():
+                self._base_future: Any = torch.futures.Future(devices=devices or None)
+                # torch's set_exception() sets the exception as the result, which C++ (DDP's reducer) takes for tensors.
+                self._future = self._base_future if devices else self._base_future.then(self._outcome)
+        if self._done is None or self._done.is_set():
             self._settle()
         return self._future
 
@@ -114,18 +114,18 @@ class Work(c10d.WorkBase):
             first, self._settled = not self._settled, True
         if first:
             with self.lane.on_side() if self.event is not None and self.lane else contextlib.nullcontext():
-                self._began.set_result(self._result)
+                self._base_future.set_result(self._result)
 
 
 class Lane:
-    """A communicator, and how its calls run: at once on the caller's stream, or on a stream beside that."""
+    """A communicator with a side stream. Its calls run on the caller's stream or on the side stream."""
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
         self.is_host = comm.library.is_host
         self._device = None if self.is_host else comm.device
         self._side: Any = None
-        # DDP.join() hands the Work of a sum of one number to C++, which keeps the C++ half of it alone.
+        # DDP.join() passes the Work of a one-element sum to C++, which keeps only its C++ half: keep the Python half.
         self._handed_out: deque[Work] = deque(maxlen=16)
 
     @property
@@ -138,16 +138,16 @@ class Lane:
         return current_stream(self._device, library=self.comm.library)
 
     def on_side(self) -> Any:
-        """torch's work goes to the side stream within."""
+        """Return a context manager in which torch's work runs on the side stream."""
         return torch.cuda.stream(torch.cuda.ExternalStream(self.side.handle, torch.device(self.comm.device)))
 
     def run(
         self, calls: Sequence[Call], result: Sequence[torch.Tensor], here: bool, copies: Sequence[Copy], limit: float
     ) -> Work:
-        """The calls, as one launch, then the copies.
+        """Make the calls as one launch, then the copies.
 
-        here   on the caller's stream: on the CPU it has run when this returns
-        limit  seconds that wait() takes at most, 0: none"""
+        here   run on the caller's stream; on the CPU the calls have then run when this returns
+        limit  default timeout of wait() in seconds, 0: none"""
         if here and not limit:
             self._issue(calls, None)
             for copy in copies:
@@ -157,7 +157,7 @@ class Lane:
         if sum(x.numel() for x in result) == 1:
             self._handed_out.append(work)
         side.wait(self.current())
-        with self.comm.lock:
+        with self.comm._lock:
             self._issue(calls, side)
             entry = 0 if track is None else track.head
         if self.is_host:
@@ -180,7 +180,7 @@ class Lane:
                 call(self.comm, stream)
 
     def _complete(self, work: Work, entry: int, error: BaseException | None) -> None:
-        """In the side stream, on the CPU: the call has run. The record says so, for who asks what a rank waits for."""
+        """On the CPU's side stream: record that the call is done, so that hang reports do not show it as pending."""
         if error is None and entry and self.comm._track is not None:
             self.comm._track.completed(entry)
         work.complete(error)

@@ -1,1 +1,1 @@
-"""What a rank was doing: the flight recorder, the watchdog, and the verdict of all ranks' records."""
+"""The flight recorder, the watchdog, and the verdict: which rank or call a hanging or failed job waits for."""

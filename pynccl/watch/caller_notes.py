@@ -1,18 +1,18 @@
-"""Which autograd function makes the calls of a thread, and of which forward call's line it is: for the record."""
+"""For the flight recorder: the autograd function that is making calls in each thread, and its forward call site."""
 
 from __future__ import annotations
 
 import os
 import threading
 
-# Thread -> (function, line of its forward call). Empty, as it nearly always is, it costs a call nothing.
+# Thread -> (function, line of its forward call). It is almost always empty, and then costs a call nothing.
 notes: dict[int, tuple[str, str]] = {}
 
 
 class calls_noted_as:
-    """A context: calls of this thread are made by this function, "AllReduce.backward", of the forward call at `site`.
+    """Context manager that attributes this thread's calls to `function` ("AllReduce.backward") and its forward `site`.
 
-    Within another one that has a site, that is kept: the adjoint of a collective is a collective too."""
+    When nested, an outer attribution that has a site wins, because the adjoint of a collective is a collective too."""
 
     __slots__ = ("_before", "_note")
 

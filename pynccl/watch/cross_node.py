@@ -1,10 +1,10 @@
-"""Ranks on several machines say where they are, through the store that bootstrap used, and how they ended.
+"""Exchange records between ranks on several nodes, through the rendezvous store: where they are and how they ended.
 
-watch/asked           how many questions there are: the one key that every process reads once a second
-watch/asks/NUMBER     how many ask that question: those that are stuck at the same time ask one
-watch/where/NUMBER    the records of all processes, a line each
-watch/verdict/NUMBER  of who asked first: of 1,024 ranks, not all read the records of all
-watch/ends            the records of those that have ended, a line each; watch/ends/told: how many
+watch/asked           number of queries so far: the only key that every process polls once a second
+watch/asks/NUMBER     number of processes that sent this query: those that are stuck at the same time share one
+watch/where/NUMBER    the records of all processes, one per line
+watch/verdict/NUMBER  the verdict of the first process that asked: with 1,024 ranks, not all read all records
+watch/ends            the records of processes that have ended, one per line; watch/ends/told: their number
 """
 
 from __future__ import annotations
@@ -17,67 +17,67 @@ from dataclasses import replace
 from typing import Any
 
 from .records import COMPLETED, DEAD, FAILED, CallRecord, CommRecord, ProcessRecord, from_json, to_json
-from .store import Reach, append, lines, read
+from .store import StoreClient, append, lines, read
 
-QUIET_SECONDS = 1.0  # between two polls of a process that waits for nothing
-WAITING_SECONDS = 0.5  # of one that waits for answers
-ANSWER_SECONDS = 2.5  # after which who has not answered is judged without
-VERDICT_SECONDS = 4.0  # after which who waits for another's verdict judges by itself
+QUIET_SECONDS = 1.0  # polling interval of a process that waits for nothing
+WAITING_SECONDS = 0.5  # polling interval of a process that waits for answers
+ANSWER_SECONDS = 2.5  # time limit for answers: ranks that have not answered by then are left out
+VERDICT_SECONDS = 4.0  # time limit for another rank's verdict: then this rank judges by itself
 
-_MOST_ENDS = 64  # of a job that ends as a whole, the others would read megabytes
-_CALLS, _FEW = 8, 2  # of a communicator, where there are up to `_FEW_COMMS` of them, and where there are more
-_FEW_COMMS, _MOST_COMMS = 3, 512
-_MOST_TOGETHER = 32  # calls of a group that is kept whole
+_MAX_ENDS = 64  # reported: if all ranks of a large job end, the rest would be megabytes to read
+_MAX_CALLS = 8  # sent per communicator, if the process has up to `_FEW_COMMS` of them
+_MAX_CALLS_OF_MANY = 2  # sent per communicator, if it has more
+_FEW_COMMS, _MAX_COMMS = 3, 512
+_MAX_GROUP_CALLS = 32  # a group of up to so many calls is not truncated
 _LINGER_POLL_SECONDS = 0.05
 
 
 class Exchange:
-    """One process's part in what the ranks that share a store tell each other.
+    """The exchange of records between this process and the other ranks that share a store.
 
-    uid, size  of the first communicator that met at this store: its ranks are asked
-    serves     whether the store goes with this process"""
+    uid, size  of the first communicator created through this store: its ranks are queried
+    serves     whether this process serves the store, so that the store ends with it"""
 
     def __init__(self, store: Any, uid: str, size: int) -> None:
         self.store, self.uid, self.size, self.serves = store, uid, size, False
-        self._reach = Reach(store)
+        self._client = StoreClient(store)
         self._polled_at = 0.0
-        self._seen = 0  # the newest question that was answered, and when
+        self._seen = 0  # the newest query answered by this process, and when
         self._answered_at = 0.0
-        self._told: set[tuple[str, ...]] = set()  # whose ends were told by this process
-        self._ends: list[str] = []  # that were told, when last read
+        self._reported: set[tuple[str, ...]] = set()  # ends reported by this process
+        self._end_lines: list[str] = []  # ends reported by all processes, when last read
 
     @property
-    def out_of_reach(self) -> str:
-        """Why the store cannot be asked; "" if it can."""
-        return self._reach.reason
+    def unreachable(self) -> str:
+        """Why the store is unreachable; "" if it is not."""
+        return self._client.reason
 
     @property
     def due(self) -> bool:
-        """Whether it is time to look for questions. The watchdog looks more often, which costs the store nothing."""
+        """Whether it is time to poll for queries."""
         return time.monotonic() - self._polled_at >= QUIET_SECONDS
 
     def answer(self, records: Callable[[], list[ProcessRecord]]) -> None:
-        """If there is a new question, put the records of this process there, and of those on its machine that cannot
-        answer. One operation of the store if there is none."""
+        """Answer new queries with the records of this process and of those on its node that cannot answer. Without
+        new queries this is one store operation."""
         self._polled_at = time.monotonic()
-        asked = self._reach.do(lambda store: int(store.add("watch/asked", 0)), 0)
+        asked = self._client.run(lambda store: int(store.add("watch/asked", 0)), 0)
         if asked <= self._seen:
             return
         text = "\n".join(map(_line, records()))
 
         def put(store: Any) -> None:
-            for number in range(self._seen + 1, asked + 1):  # each has its own judge
+            for number in range(self._seen + 1, asked + 1):  # each is judged by a different process
                 append(store, f"watch/where/{number}", text)
 
-        self._reach.do(put, None)
+        self._client.run(put, None)
         self._seen, self._answered_at = asked, time.monotonic()
 
     def ask(self, since: float = math.inf) -> tuple[int, bool]:
-        """Ask all where they are: number of the question, and whether this process is the first to ask it. (0, False)
-        if the store is out of reach.
+        """Query the records of all ranks. Return the number of the query, and whether this process is the first to send
+        it; (0, False) if the store is unreachable.
 
-        since  time.monotonic() at which the call began that does not return: a question answered since then is about
-               that call, too"""
+        since  time.monotonic() at which the hanging call began: a query answered since then covers that call too"""
         if since < self._answered_at and time.monotonic() - self._answered_at < VERDICT_SECONDS:
             return self._seen, False
         number = self._seen + 1
@@ -88,11 +88,11 @@ class Exchange:
                 store.add("watch/asked", 1)
             return number, first
 
-        return self._reach.do(ask, (0, False))
+        return self._client.run(ask, (0, False))
 
     def answers(self, question: int) -> list[ProcessRecord]:
-        """Those so far."""
-        return _records(self._reach.do(lambda store: lines(store, f"watch/where/{question}"), []))
+        """Return the answers so far."""
+        return _records(self._client.run(lambda store: lines(store, f"watch/where/{question}"), []))
 
     def verdict(
         self,
@@ -100,93 +100,97 @@ class Exchange:
         records: Callable[[], list[ProcessRecord]],
         judge: Callable[[list[ProcessRecord]], str],
     ) -> str:
-        """Ask all where they are, and answer meanwhile. Returns the verdict of who asked first, else `judge(answers)`:
-        once all have answered, or time is up."""
+        """Query all ranks, and answer queries meanwhile. Return the verdict of the rank that asked first; else
+        `judge(answers)`, once all have answered or the time limit has passed."""
         question, first = self.ask(since)
         key = f"watch/verdict/{question}"
         end = time.monotonic() + (ANSWER_SECONDS if first else VERDICT_SECONDS)
-        while not self.out_of_reach and time.monotonic() < end:
+        while not self.unreachable and time.monotonic() < end:
             self.answer(records)
             if first and len(self._ranks(self.answers(question))) >= self.size:
                 break
-            if not first and (text := self._reach.do(lambda store: read(store, key) if store.check([key]) else "", "")):
+            if not first and (
+                text := self._client.run(lambda store: read(store, key) if store.check([key]) else "", "")
+            ):
                 return text
             time.sleep(WAITING_SECONDS)
         text = judge(self.answers(question))
         if first:
-            self._reach.do(lambda store: store.set(key, text), None)
+            self._client.run(lambda store: store.set(key, text), None)
         return text
 
-    def tell_end(self, record: ProcessRecord) -> None:
-        """This process ends, as `record.end` and `record.end_site` say, with communicators that others may wait at; or
-        another one of its machine, which cannot say so. What was told is not told again."""
-        known = (*map(str, identity(record)), record.state, record.end)
-        if known in self._told:
+    def report_end(self, record: ProcessRecord) -> None:
+        """Report the end of this process, or of one on this node that cannot report it, since others may wait in its
+        communicators. `record.end` and `record.end_site` describe it. Each end is reported once."""
+        key = (*map(str, identity(record)), record.state, record.end)
+        if key in self._reported:
             return
-        self._told.add(known)
+        self._reported.add(key)
         line = _line(replace(record, stack="", command=""))
 
-        def tell(store: Any) -> None:
-            if store.add("watch/ends/told", 1) <= _MOST_ENDS:
+        def send(store: Any) -> None:
+            if store.add("watch/ends/told", 1) <= _MAX_ENDS:
                 append(store, "watch/ends", line)
 
-        self._reach.do(tell, None)
+        self._client.run(send, None)
 
-    def ends(self) -> list[ProcessRecord]:
-        """Processes of which it was told how they ended, the first ones, each once; [] if the store is out of reach."""
+    def reported_ends(self) -> list[ProcessRecord]:
+        """Return the records of the first processes that ended; [] if the store is unreachable."""
 
         def read_new(store: Any) -> list[str]:
-            told = min(store.add("watch/ends/told", 0), _MOST_ENDS)
-            return self._ends if told == len(self._ends) else lines(store, "watch/ends")
+            count = min(store.add("watch/ends/told", 0), _MAX_ENDS)
+            return self._end_lines if count == len(self._end_lines) else lines(store, "watch/ends")
 
-        self._ends = self._reach.do(read_new, [])
-        told = sorted(_records(self._ends), key=lambda one: one.state == DEAD)  # of each process the last word
-        return list({identity(one): one for one in told}.values())
+        self._end_lines = self._client.run(read_new, [])
+        records = sorted(
+            _records(self._end_lines), key=lambda record: record.state == DEAD
+        )  # the last report of each process wins
+        return list({identity(record): record for record in records}.values())
 
     def linger(self, seconds: float) -> None:
-        """Before the store goes with this process, which has told its end: let the others read there what was told,
-        until they have ended, too. At most so long."""
+        """Wait up to `seconds` for the other ranks to end, so that they can read the reported ends. Called after this
+        process, which serves the store, has reported its own end."""
         end = time.monotonic() + seconds
-        while not self.out_of_reach and time.monotonic() < end:
-            if len(self._ranks([one for one in self.ends() if one.state == DEAD])) >= self.size:
+        while not self.unreachable and time.monotonic() < end:
+            if len(self._ranks([record for record in self.reported_ends() if record.state == DEAD])) >= self.size:
                 return
             time.sleep(_LINGER_POLL_SECONDS)
 
     def _ranks(self, records: list[ProcessRecord]) -> set[int]:
-        """Which ranks of the first communicator these are."""
-        return {comm.rank for one in records for comm in one.of(self.uid)}
+        """Return the ranks of these processes in the first communicator."""
+        return {comm.rank for record in records for comm in record.of(self.uid)}
 
     def close(self) -> None:
-        """Ask and tell no more. To be called before the interpreter ends."""
-        self._reach.close()
+        """Stop using the store. Call this before the interpreter exits."""
+        self._client.close()
 
 
 def identity(record: ProcessRecord) -> tuple[str, str, int]:
-    """The same in all records of one process."""
+    """Return a key that is the same in all records of one process."""
     return record.machine, record.host, record.pid
 
 
 def trimmed(record: ProcessRecord) -> ProcessRecord:
-    """What others need of a record: the last calls of each communicator and the oldest that is under way, the inner end
-    of the stack; of very many communicators those that live."""
-    comms = sorted(record.comms, key=lambda comm: bool(comm.ended))[:_MOST_COMMS]
-    most = _CALLS if len(comms) <= _FEW_COMMS else _FEW
-    kept = [_shortened(comm, most) for comm in comms]
+    """Return a record reduced to what other ranks need: of each communicator the last calls and the oldest unfinished
+    one, and the innermost part of the stack. With very many communicators, live ones come first."""
+    comms = sorted(record.comms, key=lambda comm: bool(comm.ended))[:_MAX_COMMS]
+    max_calls = _MAX_CALLS if len(comms) <= _FEW_COMMS else _MAX_CALLS_OF_MANY
+    kept = [_shortened(comm, max_calls) for comm in comms]
     return replace(record, comms=kept, stack=record.stack[-2048:], command=record.command[:200])
 
 
-def _shortened(comm: CommRecord, most: int) -> CommRecord:
-    first = max(len(comm.calls) - most, 0)
-    while first and len(comm.calls) - first < _MOST_TOGETHER and _together(*comm.calls[first - 1 : first + 1]):
-        first -= 1  # messages of a group are judged as one
+def _shortened(comm: CommRecord, max_calls: int) -> CommRecord:
+    first = max(len(comm.calls) - max_calls, 0)
+    while first and len(comm.calls) - first < _MAX_GROUP_CALLS and _same_group(*comm.calls[first - 1 : first + 1]):
+        first -= 1  # the calls of a group are judged together
     last: list[CallRecord] = comm.calls[first:]
-    under_way = next((call for call in comm.calls if call.state not in (COMPLETED, FAILED)), None)
-    if under_way is not None and under_way not in last:
-        last = [under_way, *last[1:]]
-    return replace(comm, calls=last, cut=first > 0 and most <= _FEW)
+    unfinished = next((call for call in comm.calls if call.state not in (COMPLETED, FAILED)), None)
+    if unfinished is not None and unfinished not in last:
+        last = [unfinished, *last[1:]]
+    return replace(comm, calls=last, cut=first > 0 and max_calls <= _MAX_CALLS_OF_MANY)
 
 
-def _together(one: CallRecord, other: CallRecord) -> bool:
+def _same_group(one: CallRecord, other: CallRecord) -> bool:
     return bool(one.group) and one.group == other.group and not one.number and not other.number
 
 
@@ -195,7 +199,7 @@ def _line(record: ProcessRecord) -> str:
 
 
 def _records(found: list[str]) -> list[ProcessRecord]:
-    """Those lines that are records: another version may have written them."""
+    """Parse the lines, and skip those that are not records of this version."""
     records = []
     for line in found:
         try:

@@ -1,7 +1,7 @@
-"""What all ranks' records say about a communicator that is in trouble: for the watchdog, and for the text of errors.
+"""Diagnose a communicator that hangs or has failed from the records of all ranks, for watchdog and error messages.
 
-The records of this machine are read from their files. Those of other machines come through the store, where there is
-one: `exchange` of a track.
+Records of this node are read from their files. Records of other nodes come through the rendezvous store, if there is
+one: the `exchange` of a track.
 """
 
 from __future__ import annotations
@@ -17,111 +17,112 @@ from .cross_node import Exchange, identity
 from .records import DEAD, FAILED, RUNNING, ProcessRecord
 from .track import Track
 
-_LONGEST = 1.0  # seconds that an error waits for the other ranks to say what has happened to them
-_LONGEST_ACROSS = 2.0  # the same where they are on other machines, which look once a second whether they are asked
-_MOST_ASKED = 256  # ranks: of more, not all that fail at once can read the records of all
-_PAUSE = 0.02
+_MAX_WAIT = 1.0  # seconds that an error waits for the records of the other ranks
+_MAX_WAIT_ACROSS = 2.0  # the same with ranks on other nodes, which poll for queries once a second
+_MAX_RANKS_ASKED = 256  # larger jobs do not query on failure: all failing ranks would read all records
+_POLL_SECONDS = 0.02
 
 
 def meet(track: Track, store: Any, serves: bool) -> None:
-    """The ranks of this communicator, which have met at this store, ask each other there where they are. A process has
-    one exchange at a store, also where several of its threads are ranks.
+    """Give the communicator an exchange through the store that it was created with. A process has one exchange per
+    store, even if several of its threads are ranks.
 
-    serves  the store goes with this process"""
+    serves  this process serves the store"""
     own = track.recorder
     with own.sharing:
         known = (*(other.exchange for other in own.tracks), own.exchange)
-        found = next((one for one in known if one is not None and one.store is store), None)
+        found = next((exchange for exchange in known if exchange is not None and exchange.store is store), None)
         track.exchange = own.exchange = found or Exchange(store, track.uid, track.size)
     track.exchange.serves = track.exchange.serves or serves
 
 
 def records(uid: str) -> list[ProcessRecord]:
-    """Of all processes on this machine that are in the communicator, or have been."""
+    """Return the records of all processes on this node that are or were in the communicator."""
     found, _ = reader.read_folder(folder.base(), uid=uid)
     return found
 
 
 def own_answer(uid: str, path: str) -> list[ProcessRecord]:
-    """What this process, whose file is `path`, answers for itself and for those of its machine that cannot."""
+    """Return this process's answer to a query: its own record, from the file `path`, and those of processes on this
+    node that cannot answer."""
     own = [reader.read_file(path)] if path else []
-    return own + [one for one in records(uid) if one.pid != os.getpid() and one.state != RUNNING]
+    return own + [record for record in records(uid) if record.pid != os.getpid() and record.state != RUNNING]
 
 
 def all_here(track: Track) -> bool:
-    """Whether all ranks of the communicator have their files on this machine, so that nobody need be asked."""
+    """Return whether the files of all ranks of the communicator are on this node, so that no query is needed."""
     return reader.ranks(folder.base(), track.uid) >= set(range(track.size))
 
 
 def report(track: Track, answered: list[ProcessRecord] | None = None) -> str:
-    """Who is missing, and where: of a call that does not return.
+    """Return which rank is missing, and where it is, for a call that hangs.
 
-    answered  by the ranks on all machines; None: this machine's records are all that there is"""
+    answered  the answers of the ranks on all nodes; None: use only the records of this node"""
     exchange = track.exchange
-    here, _, found = _judged(track, [] if answered is None else [*exchange.ends(), *answered])
-    from .verdict import about  # which takes long to import, and is seldom needed
+    here, _, found = _judged(track, [] if answered is None else [*exchange.reported_ends(), *answered])
+    from .verdict import about  # a slow import, rarely needed
 
     text = about(found, track.uid, track.rank)
-    for one in _running(here, found, track):
-        folder.tell(one.path, text)
-    if answered is not None and exchange.out_of_reach:
-        return f"{text}\nthe ranks on other machines could not be asked: {exchange.out_of_reach}"
+    for process in _running(here, found, track):
+        folder.leave_message(process.path, text)
+    if answered is not None and exchange.unreachable:
+        return f"{text}\nranks on other nodes could not be queried: {exchange.unreachable}"
     return text
 
 
 def explain(track: Track, patient: bool) -> str:
-    """Why a call of this communicator has failed; "" where nothing is known.
+    """Return why a call of this communicator has failed; "" if unknown.
 
-    patient  the rank because of which it failed may be ending this very moment: it is given a second to say so"""
+    patient  wait up to a second for the culprit to record its end, because it may be ending right now"""
     text, question, began = "", 0, time.monotonic()
     elsewhere = track.exchange if track.exchange is not None and not all_here(track) else None
-    if elsewhere and track.recorder.path:  # the ranks there want to know, too
+    if elsewhere and track.recorder.path:  # the ranks there need it too
         with contextlib.suppress(Exception):
-            elsewhere.tell_end(reader.read_file(track.recorder.path))
-            question, _ = elsewhere.ask() if elsewhere.size <= _MOST_ASKED else (0, False)
-    end = began + (_LONGEST_ACROSS if question else _LONGEST if patient else 0.0)
+            elsewhere.report_end(reader.read_file(track.recorder.path))
+            question, _ = elsewhere.ask() if elsewhere.size <= _MAX_RANKS_ASKED else (0, False)
+    end = began + (_MAX_WAIT_ACROSS if question else _MAX_WAIT if patient else 0.0)
     while True:
         began, certain = time.monotonic(), False
-        with contextlib.suppress(Exception):  # the error itself is what counts
-            text, certain = _why(track, elsewhere, question)
+        with contextlib.suppress(Exception):  # a failing diagnosis must not hide the error
+            text, certain = _explanation(track, elsewhere, question)
         now = time.monotonic()
         if certain or now > end:
             return text
-        time.sleep(max(_PAUSE, now - began))  # so that half the time is the other threads'
+        time.sleep(max(_POLL_SECONDS, now - began))  # leaves half of the time to other threads
 
 
-def _why(track: Track, elsewhere: Exchange | None, question: int) -> tuple[str, bool]:
-    """What is known now, and whether it is all that there is to say: not only that others have failed, too, since then
-    whoever caused it has yet to say so."""
+def _explanation(track: Track, elsewhere: Exchange | None, question: int) -> tuple[str, bool]:
+    """Return the current explanation, and whether it is final. It is not final if it only says that other ranks failed
+    too: then the culprit has yet to record its end."""
     from . import verdict
 
-    told = []
+    remote: list[ProcessRecord] = []
     if elsewhere:
-        for one in records(track.uid):
-            if one.state == DEAD:  # it may have been killed, and so cannot tell it
-                elsewhere.tell_end(one)
-        told = [*elsewhere.ends(), *(elsewhere.answers(question) if question else [])]
-    _, known, found = _judged(track, told)
+        for record in records(track.uid):
+            if record.state == DEAD:  # if it was killed, it cannot report its own end
+                elsewhere.report_end(record)
+        remote = [*elsewhere.reported_ends(), *(elsewhere.answers(question) if question else [])]
+    _, known, found = _judged(track, remote)
     text = verdict.about(found, track.uid, track.rank)
-    others = [one for one in known if any(comm.rank != track.rank for comm in one.of(track.uid))]
+    others = [record for record in known if any(comm.rank != track.rank for comm in record.of(track.uid))]
     if not others and not elsewhere:
         return text, True
-    heard = {comm.rank for one in known for comm in one.of(track.uid)}
+    known_ranks = {comm.rank for record in known for comm in record.of(track.uid)}
     blamed = {rank for uid, rank in found.culprits if uid == track.uid}
     both_sides = found.kind in ("mismatch", "crossed")
-    certain = both_sides or (any(_tells(one, track) for one in others) and found.kind != "failed")
-    return text, certain and found.wrong and blamed <= heard
+    certain = both_sides or (any(_has_ended_or_failed(record, track) for record in others) and found.kind != "failed")
+    return text, certain and found.wrong and blamed <= known_ranks
 
 
 def _judged(track: Track, elsewhere: Sequence[ProcessRecord]) -> tuple[list[ProcessRecord], list[ProcessRecord], Any]:
-    """The records of this machine and of all, and the verdict on them, once those to blame have said where they are."""
+    """Return the records of this node, those of all nodes, and the verdict, once the culprits have written stacks."""
     from .verdict import judge
 
     for asked in (False, True):
         here = records(track.uid)
         everywhere: dict[tuple[str, str, int], ProcessRecord] = {}
-        for one in (*here, *elsewhere):
-            everywhere.setdefault(identity(one), one)
+        for record in (*here, *elsewhere):
+            everywhere.setdefault(identity(record), record)
         found = judge(list(everywhere.values()), uid=track.uid)
         if asked or not reader.ask(_running(here, found, track)):
             break
@@ -129,16 +130,16 @@ def _judged(track: Track, elsewhere: Sequence[ProcessRecord]) -> tuple[list[Proc
 
 
 def _running(known: list[ProcessRecord], found: Any, track: Track) -> list[ProcessRecord]:
-    """Of those to blame the ones that run, and so can say where they are."""
+    """Return the culprits that are running, and so can write their stacks."""
     return [
-        one
-        for one in known
-        if one.state == RUNNING and any((comm.uid, comm.rank) in found.culprits for comm in one.of(track.uid))
+        process
+        for process in known
+        if process.state == RUNNING and any((comm.uid, comm.rank) in found.culprits for comm in process.of(track.uid))
     ]
 
 
-def _tells(process: ProcessRecord, track: Track) -> bool:
-    """Whether this process, one of another rank, has ended, or has failed."""
+def _has_ended_or_failed(process: ProcessRecord, track: Track) -> bool:
+    """Return whether this process, of another rank, has ended or failed."""
     others = [comm for comm in process.of(track.uid) if comm.rank != track.rank]
     if others and (process.end or process.state == DEAD):
         return True

@@ -1,6 +1,7 @@
-"""The end of this process: its record says how, by an exception with its line or in good order, and goes with its job.
+"""The end of this process: record how it ended, with the line of an exception, and remove its file if the job succeeds.
 
-What cannot be recorded (kill -9, os._exit, a crash) is seen by the others: the process is gone, its file says nothing.
+Ends that cannot be recorded (kill -9, os._exit, a crash) are detected by the others: the process is gone and its file
+records no end.
 """
 
 from __future__ import annotations
@@ -15,34 +16,34 @@ from collections.abc import Callable
 from typing import Any
 
 from . import folder, layout, recorder
-from .frames import between
+from .frames import internal_files
 from .records import RUNNING, STOPPED, ProcessRecord
 
-_CLEAN = "exit"  # ProcessRecord.end of one that has ended well
+_CLEAN = "exit"  # ProcessRecord.end after a clean exit
 _CATCHERS = ("multiprocessing.process", "torch.multiprocessing.spawn")
-_LINGER_SECONDS = 2.0  # in which ranks on other machines hear of a failure, find out who is to blame, and end
-_prepared: list[object] = []  # what multiprocessing runs when its process ends
-_caught: list[BaseException | None] = []  # what a function of multiprocessing has raised
+_LINGER_SECONDS = 2.0  # for ranks on other nodes to notice a failure, find the culprit, and exit
+_prepared: list[object] = []  # finalizers that multiprocessing runs at the end of its process
+_caught: list[BaseException | None] = []  # exception that ended the target function of a multiprocessing process
 
 
 def prepare() -> None:
-    """A communicator is there: its end is told before anything of it is closed, and files go after that."""
+    """Register the hooks once a communicator exists: record the end before closing anything, remove files after it."""
     atexit.unregister(_record_end)
     atexit.register(_record_end)
     process = sys.modules.get("multiprocessing.process")
     util = sys.modules.get("multiprocessing.util")
     if process is not None and util is not None and process.parent_process() is not None and not _prepared:
-        # It catches what the function of the process raises, and prints it itself; only here can it be seen. Handlers
-        # of atexit are not run in all such processes.
+        # multiprocessing catches the exception of the target function and prints it: it is visible only there. It also
+        # does not run atexit handlers in all of its processes.
         _prepared.append(util.Finalize(None, _record_end, exitpriority=1000))
         _prepared.append(util.Finalize(None, _remove, exitpriority=0))
         for name in ("print_exc", "format_exc"):
-            setattr(traceback, name, _noting(getattr(traceback, name)))
+            setattr(traceback, name, _remember_exception(getattr(traceback, name)))
 
 
-def _noting(function: Callable[..., Any]) -> Callable[..., Any]:
-    """From Python 3.13 on multiprocessing runs nothing while it has the exception in hand, but to print it, and
-    torch.multiprocessing to send it to its parent: so it is taken there."""
+def _remember_exception(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function of `traceback` to remember the exception that multiprocessing prints (or torch.multiprocessing
+    sends to the parent). From Python 3.13 on, nothing else runs while multiprocessing handles that exception."""
 
     @functools.wraps(function)
     def wrapper(*args: Any, **options: Any) -> Any:
@@ -53,7 +54,7 @@ def _noting(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def _forget() -> None:  # as multiprocessing does with what it was given
+def _forget() -> None:  # multiprocessing drops its finalizers in a forked child too
     _prepared.clear()
     _caught.clear()
 
@@ -62,43 +63,43 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def register_removal() -> None:
-    """Registered before whatever closes communicators, so that it runs after that."""
+    """Register the removal of files before the hooks that close communicators, so that it runs after them."""
     atexit.unregister(_remove)
     atexit.register(_remove)
 
 
 def _record_end() -> None:
-    """Write down how this process ends, and tell ranks on other machines, where they can be told: in good order only
-    where the store does not end with a rank."""
+    """Record how this process ends, and report it to ranks on other nodes through the store. A clean exit is reported
+    only if the store is served by torchrun's agent, not by a rank."""
     own = recorder.started()
     if own is None or not own.mine or own.ended:
         return
-    own.end(*_how())
-    exchanges = {exchange for one in (own, *own.tracks) if (exchange := one.exchange) is not None}
-    telling = own.ended != layout.CLEAN or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if exchanges and telling and own.path:
+    own.end(*_how_process_ended())
+    exchanges = {exchange for owner in (own, *own.tracks) if (exchange := owner.exchange) is not None}
+    reports_end = own.ended != layout.CLEAN or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if exchanges and reports_end and own.path:
         from . import reader
 
-        with contextlib.suppress(Exception):  # that it ends is more important
+        with contextlib.suppress(Exception):  # must not prevent the exit
             record = reader.read_file(own.path)
             for exchange in exchanges:
-                exchange.tell_end(record)
+                exchange.report_end(record)
     for exchange in exchanges:
-        if not (telling and exchange.serves):
-            exchange.close()  # a thread that is in torch's C++ when the interpreter ends would crash it
+        if not (reports_end and exchange.serves):
+            exchange.close()  # a thread inside torch's C++ code at interpreter exit would crash it
 
 
 def _linger(own: recorder.Recorder) -> None:
-    """The communicators of a process that has failed are closed, which the others notice; where the store goes with
-    this process, it stays until they have read there what has happened."""
+    """Let other ranks read the reported ends before a failed process exits, if it serves the store. Its communicators
+    are already closed, so the other ranks fail and look for the reason."""
     if own.exchange is not None and own.exchange.serves:
         with contextlib.suppress(Exception):
             own.exchange.linger(_LINGER_SECONDS)
             own.exchange.close()
 
 
-def _how() -> tuple[int, str, str]:
-    """How this process ends: kind, text, the user's line."""
+def _how_process_ended() -> tuple[int, str, str]:
+    """Return how this process ends: kind, text, the user's line."""
     error = _cause(getattr(sys, "last_value", None) or sys.exc_info()[1] or next(iter(_caught), None))
     if error is None:
         return layout.CLEAN, _CLEAN, ""
@@ -106,24 +107,24 @@ def _how() -> tuple[int, str, str]:
         clean = error.code in (None, 0)
         return (layout.CLEAN, _CLEAN, "") if clean else (layout.EXCEPTION, f"exit({error.code!r})", "")
     first = getattr(error, "verdict", "") or str(error).strip().partition("\n")[0]
-    return layout.EXCEPTION, f"{type(error).__name__}{': ' if first else ''}{first}", _line_of(error)
+    return layout.EXCEPTION, f"{type(error).__name__}{': ' if first else ''}{first}", _user_line(error)
 
 
 def _cause(error: BaseException | None) -> BaseException | None:
-    """Of a sys.exit() in a handler of another exception, as launchers make it, that other one."""
+    """Return the original exception if a handler called sys.exit(), as launchers do; else the error itself."""
     if isinstance(error, SystemExit) and error.code not in (None, 0) and error.__context__ is not None:
         return error.__context__
     return error
 
 
-def _line_of(error: BaseException) -> str:
-    """The user's innermost line that the exception came through."""
+def _user_line(error: BaseException) -> str:
+    """Return the innermost line of user code in the traceback."""
     lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    return next((f"{file}:{line}" for file, line in reversed(lines) if not between[file]), "")
+    return next((f"{file}:{line}" for file, line in reversed(lines) if not internal_files[file]), "")
 
 
 def _remove() -> None:
-    """Files go when a job has ended well, with its last process: those who run may have to be told of others."""
+    """Remove the files when the last process of a job exits cleanly: running processes may still need them."""
     own = recorder.started()
     if own is None or not own.mine:
         return
@@ -132,13 +133,13 @@ def _remove() -> None:
     if not own.path or own.ended != layout.CLEAN:
         return
     others: list[ProcessRecord] = []
-    with contextlib.suppress(Exception):  # this process's own may be gone: another one was the last
-        from . import reader  # what it imports takes long
+    with contextlib.suppress(Exception):  # another process may have removed this one's file as the last one
+        from . import reader  # a slow import
 
         me = reader.read_file(own.path, calls=False)
         known, _ = reader.read_folder(os.path.dirname(own.path), calls=False)
-        others = [one for one in known if one.job == me.job or one.uids() & me.uids()]
-    if any(one.state in (RUNNING, STOPPED) for one in others):
+        others = [record for record in known if record.job == me.job or record.uids() & me.uids()]
+    if any(record.state in (RUNNING, STOPPED) for record in others):
         return
-    for path in (own.path, *(one.path for one in others if one.end == _CLEAN), *own.beside):
+    for path in (own.path, *(record.path for record in others if record.end == _CLEAN), *own.extra_files):
         folder.remove(path)

@@ -1,4 +1,4 @@
-"""Where the files of the flight recorders lie: one folder of the user, a file a process; which processes live."""
+"""The files of the flight recorders: one folder per user, one file per process; and which processes are alive."""
 
 from __future__ import annotations
 
@@ -15,46 +15,46 @@ from .layout import SUFFIX, Header
 from .records import DEAD, RUNNING, STOPPED, UNKNOWN
 from .settings import settings
 
-_KEPT_BYTES = 64 << 20  # of processes that went wrong, the newest
-_SILENT_SECONDS = 60.0  # after which a process of another machine counts as ended: it touches its file every ten
-_LAUNCHERS = (  # variables of theirs that name a job
+_MAX_KEPT_BYTES = 64 << 20  # of failed processes, newest first
+_SILENT_SECONDS = 60.0  # a process on another node that has not touched its file for this long counts as ended
+_LAUNCHERS = (  # their environment variables that identify a job
     *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID"),
     *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT"),
 )
 
 
 def base() -> str:
-    """PYNCCL_WATCH_DIR, or the user's folder in the temporary folder, be that full or not: so all processes agree."""
+    """Return PYNCCL_WATCH_DIR, or the user's folder in the temporary folder, even if full: so all processes agree."""
     named = (os.path.abspath(os.environ[name]) for name in ("TMPDIR", "TEMP", "TMP") if os.environ.get(name))
     temporary = next(filter(os.path.isdir, named), "/tmp")
     return settings().folder or os.path.join(temporary, f"pynccl-watch-{os.geteuid()}")
 
 
 def files(folder: str) -> list[str]:
-    """The recorders' files of this user, or of the folder's owner, in it."""
+    """Return the recorder files in a folder that belong to this user or to the folder's owner."""
     found = []
     with contextlib.suppress(OSError):
         owners = (os.geteuid(), os.stat(folder).st_uid)
-        for one in os.scandir(folder):
-            with contextlib.suppress(OSError):  # it has gone meanwhile
-                if one.name.endswith(SUFFIX) and one.stat(follow_symlinks=False).st_uid in owners:
-                    found.append(one.path)
+        for entry in os.scandir(folder):
+            with contextlib.suppress(OSError):  # removed meanwhile
+                if entry.name.endswith(SUFFIX) and entry.stat(follow_symlinks=False).st_uid in owners:
+                    found.append(entry.path)
     return sorted(found)
 
 
 def job() -> str:
-    """A name that the processes of one job on this machine share, and others do not: of what started them."""
+    """Return a name that is unique to this job and shared by its processes on this node: from its launcher."""
     known = [value for name in _LAUNCHERS if (value := os.environ.get(name))]
     parent = os.getppid()
-    return "-".join(known) or f"process-{parent}-{started(parent)}"
+    return "-".join(known) or f"process-{parent}-{start_ticks(parent)}"
 
 
-# Processes and machines
+# Processes and nodes
 
 
-def words_of(pid: int | str) -> list[bytes]:
-    """What /proc says of a process, from its state on; [] if it is gone. OSError where it cannot be told: no descriptor
-    is left."""
+def stat_fields(pid: int | str) -> list[bytes]:
+    """Return the fields of /proc/PID/stat from the state on; [] if the process is gone. OSError if the file cannot be
+    opened because no descriptor is left."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()
@@ -62,17 +62,17 @@ def words_of(pid: int | str) -> list[bytes]:
         return []
 
 
-def started(pid: int | str = "self") -> int:
-    """When a process was started, in ticks since the machine was; with its number it is the only one. 0: it is gone, or
-    cannot be told."""
+def start_ticks(pid: int | str = "self") -> int:
+    """Return when a process started, in clock ticks since boot: pid and start are unique on a node. 0: it is gone, or
+    unknown."""
     with contextlib.suppress(OSError, IndexError):
-        return int(words_of(pid)[19])
+        return int(stat_fields(pid)[19])
     return 0
 
 
-def born() -> float:
-    """When this process was started, by the wall clock; 0.0 if that cannot be told."""
-    ticks = started()
+def process_start_time() -> float:
+    """Return when this process started, by the wall clock; 0.0 if unknown."""
+    ticks = start_ticks()
     if not ticks or not hasattr(time, "CLOCK_BOOTTIME"):
         return 0.0
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
@@ -80,7 +80,7 @@ def born() -> float:
 
 @functools.cache
 def machine() -> str:
-    """What tells this machine, and this container on it, from others: numbers of processes are good within."""
+    """Return an id of this node, and of this container on it: the scope in which pids are unique."""
     parts = []
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
         parts.append(file.read().strip())
@@ -90,18 +90,18 @@ def machine() -> str:
 
 
 def state_of(pid: int, start: int) -> str:
-    """What the process with this number, started at that tick, is doing on this machine."""
+    """Return the state of the process with this pid and start tick on this node."""
     try:
-        words = words_of(pid)
-    except OSError:  # no descriptor is left here, which says nothing of that process
+        fields = stat_fields(pid)
+    except OSError:  # no descriptor is left in this process: the other one may be alive
         return UNKNOWN
-    if len(words) < 20 or int(words[19]) != start or words[0] in (b"Z", b"X"):
+    if len(fields) < 20 or int(fields[19]) != start or fields[0] in (b"Z", b"X"):
         return DEAD
-    return STOPPED if words[0] in (b"T", b"t") else RUNNING
+    return STOPPED if fields[0] in (b"T", b"t") else RUNNING
 
 
 def alive(path: str) -> bool:
-    """Whether the process of this file is still there, as far as this machine knows."""
+    """Return whether the process of this file may still be running, as far as this node knows."""
     found = re.search(rf"-(\d+)-(\d+){re.escape(SUFFIX)}$", path)
     return found is None or state_of(int(found[1]), int(found[2])) != DEAD
 
@@ -110,15 +110,15 @@ def alive(path: str) -> bool:
 
 
 def create(rank: int) -> tuple[str, int, memoryview]:
-    """This process's file: its path, a descriptor, and its part before the regions. OSError where it cannot be had."""
+    """Create this process's file. Return its path, a descriptor, and the part before the regions. Raises OSError."""
     folder = base()
     os.makedirs(folder, mode=0o700, exist_ok=True)
-    if not settings().folder:  # others may have made a folder of this name before
+    if not settings().folder:  # another user may have created a folder of this name
         found = os.lstat(folder)
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-            raise PermissionError(1, "expected a folder of this user, no link, that others may not enter", folder)
-    path = os.path.join(folder, f"rank{rank if rank >= 0 else ''}-{os.getpid()}-{started()}{SUFFIX}")
-    remove(path)  # of an earlier recorder of this process
+            raise PermissionError(1, "expected a folder (not a link) of this user with mode 0700", folder)
+    path = os.path.join(folder, f"rank{rank if rank >= 0 else ''}-{os.getpid()}-{start_ticks()}{SUFFIX}")
+    remove(path)  # left by an earlier recorder of this process
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         return path, file, grow(file, 0, layout.REGIONS_AT)
@@ -129,37 +129,37 @@ def create(rank: int) -> tuple[str, int, memoryview]:
 
 
 def grow(file: int, at: int, nbytes: int) -> memoryview:
-    """So many bytes more of the file, mapped, or OSError. Their room is taken from the file system at once: memory that
-    is mapped to a file which cannot have it ends the process by SIGBUS when it is written to."""
+    """Extend the file by `nbytes`, map them and return the memory; OSError if that fails. The disk space is allocated
+    at once: writing to mapped memory without disk space would kill the process by SIGBUS."""
     os.posix_fallocate(file, at, nbytes)
     return memoryview(mmap.mmap(file, nbytes, offset=at))
 
 
 def write_field(path: str, field: str, value: bytes) -> bool:
-    """Write a field of the header of another process's file; False where that cannot be."""
+    """Write a field of the header of another process's file; return False if that fails."""
     with contextlib.suppress(OSError), open(path, "r+b", buffering=0) as file:
         place = getattr(Header, field)
         return os.pwrite(file.fileno(), value.ljust(place.size, b"\0"), place.offset) == place.size
     return False
 
 
-def tell(path: str, text: str) -> None:
-    """Leave a text for the process of this file, whose watchdog prints it: that others wait for it."""
-    write_field(path, "told", layout.cut(text, Header.told.size))
+def leave_message(path: str, text: str) -> None:
+    """Leave a message for the process of this file: its watchdog prints that other ranks wait for it."""
+    write_field(path, "message", layout.cut(text, Header.message.size))
 
 
 def remove_old(folder: str) -> None:
-    """Of the processes that have ended, keep the newest files; remove what exceeds 64 MiB."""
+    """Of the files of ended processes, keep the newest 64 MiB and remove the others."""
     ended = []
     for path in files(folder):
-        with contextlib.suppress(OSError):  # it has gone meanwhile
+        with contextlib.suppress(OSError):  # removed meanwhile
             found = os.stat(path)
             if found.st_mtime < time.time() - _SILENT_SECONDS and not alive(path):
                 ended.append((found.st_mtime, found.st_blocks * 512, path))
-    room = _KEPT_BYTES
+    free_bytes = _MAX_KEPT_BYTES
     for _, nbytes, path in sorted(ended, reverse=True):
-        room -= nbytes
-        if room < 0:
+        free_bytes -= nbytes
+        if free_bytes < 0:
             remove(path)
 
 

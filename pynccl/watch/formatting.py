@@ -1,4 +1,4 @@
-"""Words of the verdict and of `python -m pynccl hang`: ranks, seconds, lines of code, calls."""
+"""Text for ranks, durations, lines of code and calls, used by the verdict and `python -m pynccl hang`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Iterable
 
 from .records import CallRecord, ProcessRecord
 
-_SHOWN = 6  # ranges of ranks in one sentence
-_LONGEST = 160  # characters of one name, path or text that came from a record
+_MAX_RANGES = 6  # ranges of ranks in one sentence
+_MAX_CHARS = 160  # of one name, path or text read from a record
 
 
-def clean(text: str, limit: int = _LONGEST) -> str:
-    """On one line, printable, and not too long."""
+def clean(text: str, limit: int = _MAX_CHARS) -> str:
+    """Return the text on one line, with printable characters only, and truncated to `limit`."""
     text = " ".join("".join(letter if letter.isprintable() else " " for letter in text[: 4 * limit]).split())
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
@@ -28,23 +28,23 @@ def spans(ranks: Iterable[int]) -> list[tuple[int, int]]:
 
 def ranks_text(ranks: Iterable[int]) -> str:
     """ "rank 3", "ranks 3, 5 and 7-12", "ranks 0, 2, 4, 6, 8, 10 and 900 more"."""
-    words: list[tuple[str, int]] = []  # each with the number of ranks that it stands for
+    words: list[tuple[str, int]] = []  # text of a range, number of ranks in it
     for low, high in spans(ranks):
-        one = high - low < 2
-        words += [(str(rank), 1) for rank in range(low, high + 1)] if one else [(f"{low}-{high}", high - low + 1)]
-    if len(words) > _SHOWN + 1:
-        more = sum(count for _, count in words[_SHOWN:])
-        words = [*words[:_SHOWN], (f"{more:,} more", more)]
+        short = high - low < 2
+        words += [(str(rank), 1) for rank in range(low, high + 1)] if short else [(f"{low}-{high}", high - low + 1)]
+    if len(words) > _MAX_RANGES + 1:
+        more = sum(count for _, count in words[_MAX_RANGES:])
+        words = [*words[:_MAX_RANGES], (f"{more:,} more", more)]
     texts = [text for text, _ in words] or ["none"]
     noun = "rank" if [count for _, count in words] == [1] else "ranks"
     return f"{noun} {', '.join(texts[:-1])} and {texts[-1]}" if len(texts) > 1 else f"{noun} {texts[0]}"
 
 
-def numbers(ranks: Iterable[int], most: int) -> str:
-    """ "0-6, 8-15"; of more than `most` ranges the first ones, and how many ranks there are: "0, 2, 4, ... (512)"."""
+def numbers(ranks: Iterable[int], max_ranges: int) -> str:
+    """Return "0-6, 8-15"; with more than `max_ranges` ranges, the first ones and a count: "0, 2, 4, ... (512)"."""
     found = spans(ranks)
-    texts = [str(low) if low == high else f"{low}-{high}" for low, high in found[:most]]
-    texts += [f"... ({sum(high - low + 1 for low, high in found):,})"] if len(found) > most else []
+    texts = [str(low) if low == high else f"{low}-{high}" for low, high in found[:max_ranges]]
+    texts += [f"... ({sum(high - low + 1 for low, high in found):,})"] if len(found) > max_ranges else []
     return ", ".join(texts)
 
 
@@ -61,7 +61,7 @@ def seconds(value: float) -> str:
 
 
 def ago(process: ProcessRecord, when: float) -> str:
-    """ " 3.1 s ago" by the clock of the process's machine, or nothing."""
+    """ " 3.1 s ago" by the clock of the process's node, or ""."""
     return f" {seconds(process.now - when)} ago" if 0 < when <= process.now else ""
 
 
@@ -78,7 +78,7 @@ def line_of(site: str) -> str:
 
 
 def at(site: str) -> str:
-    """ " at model.py:88", or nothing."""
+    """ " at model.py:88", or ""."""
     return f" at {place(site)}" if site else ""
 
 
@@ -91,7 +91,7 @@ def call_name(call: CallRecord) -> str:
 
 
 def call_text(call: CallRecord) -> str:
-    """ "reduce(count=4, FLOAT32, SUM, root=0)": what the ranks must agree on."""
+    """ "reduce(count=4, FLOAT32, SUM, root=0)": the arguments that must match on all ranks."""
     if call.detail and call.count < 0:
         return clean(call.detail if call.detail.startswith(call.operation) else f"{call.operation}({call.detail})")
     words = [f"count={call.count:,}"] if call.count >= 0 else []
@@ -101,13 +101,13 @@ def call_text(call: CallRecord) -> str:
 
 
 def maker(call: CallRecord) -> str:
-    """Where a call was made: "model.py:88", "AllReduce.backward of the forward call at model.py:88"; "" if unknown."""
+    """Return who made a call: "model.py:88", "AllReduce.backward of the forward call at model.py:88", "" if unknown."""
     if call.function and call.forward_site:
         return f"{clean(call.function)} of the forward call at {place(call.forward_site)}"
     return ", ".join(word for word in (clean(call.function), place(call.site)) if word)
 
 
-def called(call: CallRecord) -> str:
-    """ " at model.py:88", " (AllReduce.backward of the forward call at model.py:88)", or nothing."""
+def call_site(call: CallRecord) -> str:
+    """ " at model.py:88", " (AllReduce.backward of the forward call at model.py:88)", or ""."""
     made = maker(call)
     return f" ({made})" if call.function and made else at(call.site)

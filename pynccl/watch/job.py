@@ -1,4 +1,4 @@
-"""The records of all processes, put together by communicator: which process is which rank, and how each rank stands."""
+"""The records of all processes, grouped by communicator: which process is which rank, and the status of each rank."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ from dataclasses import dataclass, field
 from .formatting import ago, call_name, clean, maker, place, ranks_text, seconds
 from .records import DEAD, FAILED, STOPPED, UNKNOWN, CallRecord, CommRecord, ProcessRecord
 
-SHOWN = 8  # lines about single ranks in one finding
-_MOST_RANKS = 1 << 16  # of one communicator; a file that is damaged may say anything
+MAX_LINES = 8  # about single ranks in one finding
+_MAX_RANKS = 1 << 16  # of one communicator; a damaged file may contain any size
 
 
 class Member:
-    """One rank of one communicator. `came`: whether its process has come to it; `comm` is empty if not.
+    """One rank of one communicator.
 
+    joined    whether its process has created the communicator; if not, `comm` is empty
     numbered  its collective calls, by number; pending: its calls that have not completed, oldest first
     """
 
-    def __init__(self, group: Group, process: ProcessRecord, comm: CommRecord, came: bool = True) -> None:
-        self.group, self.process, self.comm, self.came = group, process, comm, came
+    def __init__(self, group: Group, process: ProcessRecord, comm: CommRecord, joined: bool = True) -> None:
+        self.group, self.process, self.comm, self.joined = group, process, comm, joined
         self.rank = comm.rank
         self.numbered = {call.number: call for call in comm.calls if call.number > 0}
         unfinished = [call for call in comm.calls if call.open and not 0 < call.number <= comm.completed]
-        self.pending = [self._compared(call) for call in unfinished]
+        self.pending = [self._resolve_check(call) for call in unfinished]
 
-    def _compared(self, call: CallRecord) -> CallRecord:
-        """A "check" stands for the call that it compares, which the rank is about to enter."""
+    def _resolve_check(self, call: CallRecord) -> CallRecord:
+        """Replace a "check" by the call that it compares, which the rank is about to enter."""
         if call.operation != "check":
             return call
         name = call.detail.partition("(")[0] or "check"
@@ -36,24 +37,24 @@ class Member:
 
     @property
     def key(self) -> tuple[str, int]:
-        """As `culprits` have it."""
+        """Its entry in `Verdict.culprits`."""
         return self.group.uid, self.rank
 
     @property
     def site(self) -> str:
-        """The line of code at which it is, or has ended."""
+        """The line of code at which it is, or at which it ended."""
         return self.process.end_site or self.process.last_place()
 
     def progress(self) -> str:
         """ "last entered #41, last completed #40"."""
-        if not self.came:
-            return "has not come to the communicator's init"
+        if not self.joined:
+            return "has not entered the communicator's init"
         entered, completed = self.comm.entered, self.comm.completed
         text = f"last entered #{entered:,}, " if completed < entered else ""
         return text + (f"last completed #{completed:,}" if completed > 0 else "completed none")
 
     def waited(self, call: CallRecord) -> float:
-        """Seconds by the clock of the process's own machine, up to its end, or to when the call raised."""
+        """Seconds that it waited in a call, up to its end or until the call raised, by the clock of its own node."""
         process = self.process
         end = process.now
         if call.state == FAILED:
@@ -65,7 +66,7 @@ class Member:
 
 @dataclass(eq=False)
 class Group:
-    """One communicator as its ranks have it. `unknown`: the ranks of which no process is known."""
+    """One communicator, from the records of its ranks. `unknown`: the ranks without a record."""
 
     uid: str
     name: str
@@ -74,7 +75,7 @@ class Group:
     unknown: list[int] = field(default_factory=list)
 
     def names(self, ranks: Iterable[int]) -> str:
-        """As `names_of`; also of ranks of which nothing is known."""
+        """Return the names as `names_of` does, also for ranks without a record."""
         ranks = sorted(set(ranks))
         known = [self.members[rank] for rank in ranks if rank in self.members]
         return names_of(known) if len(known) == len(ranks) else ranks_text(ranks)
@@ -83,7 +84,7 @@ class Group:
         """ "comm 'tp', 4 ranks"."""
         return f"comm '{self.name}', {self.size:,} ranks"
 
-    def brief(self, call: CallRecord) -> str:
+    def short_name(self, call: CallRecord) -> str:
         """ "all_reduce #41 of comm 'tp'"."""
         return f"{call_name(call)} of comm '{self.name}'"
 
@@ -98,7 +99,7 @@ class Group:
 
 
 class Job:
-    """All communicators of the processes, and who is who in them."""
+    """All communicators of the processes, and the rank of each process in them."""
 
     def __init__(self, processes: Sequence[ProcessRecord]) -> None:
         self.groups = _groups(processes)
@@ -106,18 +107,18 @@ class Job:
         for group in self.groups:
             for member in group.members.values():
                 self.members.setdefault(id(member.process), []).append(member)
-        # One without a communicator counts too; one whose every rank is another's now is of an earlier run.
-        self.processes = [one for one in processes if not one.comms or id(one) in self.members]
-        self._several_hosts = len({one.host for one in self.processes}) > 1
+        # Keep processes without communicators. Drop those of an earlier run, whose ranks all belong to newer processes.
+        self.processes = [process for process in processes if not process.comms or id(process) in self.members]
+        self._several_hosts = len({process.host for process in self.processes}) > 1
 
     def member(self, process: ProcessRecord, group: Group | None = None) -> Member | None:
-        """Which rank a process is: of this communicator, else of its largest one."""
+        """Return the rank of a process in this communicator, else in its largest one."""
         places = self.members.get(id(process), [])
-        inside = [one for one in places if one.group is group]
-        return inside[0] if inside else max(places, key=lambda one: one.group.size, default=None)
+        inside = [place for place in places if place.group is group]
+        return inside[0] if inside else max(places, key=lambda place: place.group.size, default=None)
 
     def name(self, process: ProcessRecord, group: Group | None = None) -> str:
-        """ "rank 2": by its rank in the communicator, else of the launch, else by its number."""
+        """Return "rank 2": its rank in the communicator, else its global rank, else "process PID"."""
         member = self.member(process, group)
         if member and member.group is group:
             return names_of([member])
@@ -126,37 +127,37 @@ class Job:
         return f"rank {member.rank} of comm '{member.group.name}'" if member else f"process {process.pid}"
 
     def key(self, process: ProcessRecord, group: Group | None = None) -> tuple[str, int]:
-        """(uid, rank) for `culprits`; the uid is "" where it has no communicator."""
+        """Return (uid, rank) for `culprits`; the uid is "" if the process has no communicator."""
         member = self.member(process, group)
         return member.key if member else ("", process.rank)
 
-    def standings(self, members: Sequence[Member]) -> list[str]:
-        """A line for each rank, or for several that stand alike."""
+    def status_lines(self, members: Sequence[Member]) -> list[str]:
+        """Return a status line for each rank; ranks with the same status share one."""
         rows: dict[str, list[Member]] = {}
-        for member in members[: 8 * SHOWN]:
-            rows.setdefault(self.standing(member), []).append(member)
-        return [f"{names_of(same)}: {text}" for text, same in rows.items()][:SHOWN]
+        for member in members[: 8 * MAX_LINES]:
+            rows.setdefault(self.status(member), []).append(member)
+        return [f"{names_of(same)}: {text}" for text, same in rows.items()][:MAX_LINES]
 
-    def standing(self, member: Member) -> str:
+    def status(self, member: Member) -> str:
         """ "process alive, last completed #40; its main thread is in data.py:41 next_batch"."""
         process = member.process
         host = f" on host {clean(process.host, 60)}" if self._several_hosts else ""
         number = f" {process.pid}" if host or process.state in (STOPPED, UNKNOWN) else ""
-        is_ = {STOPPED: "stopped", DEAD: "ended", UNKNOWN: "cannot be asked"}.get(process.state, "alive")
-        where = _whereabouts(process)
+        is_ = {STOPPED: "stopped", DEAD: "ended", UNKNOWN: "not reachable from here"}.get(process.state, "alive")
+        where = _last_seen_at(process)
         return f"process{number}{host} {is_}, {member.progress()}" + (f"; {where}" if where else "")
 
 
 def names_of(members: Sequence[Member]) -> str:
-    """ "ranks 0 and 2"; where the launch numbers them otherwise "rank 1 (rank 9 of the launch)"."""
-    ranks, launched = [one.rank for one in members], [one.process.rank for one in members]
+    """ "ranks 0 and 2"; if the global ranks differ, "rank 1 (global rank 9)"."""
+    ranks, launched = [member.rank for member in members], [member.process.rank for member in members]
     if ranks == launched or min(launched, default=-1) < 0:
         return ranks_text(ranks)
-    return f"{ranks_text(ranks)} ({ranks_text(launched)} of the launch)"
+    return f"{ranks_text(ranks)} (global {ranks_text(launched)})"
 
 
-def _whereabouts(process: ProcessRecord) -> str:
-    """Where its main thread is, or was, and how long ago that was seen; or its newest call, where that came later."""
+def _last_seen_at(process: ProcessRecord) -> str:
+    """Return where its main thread is or was, and how long ago; or its newest call, if that is more recent."""
     newest, site, age = process.newest_call(), process.last_place(), process.seen_ago
     if not site:
         return ""
@@ -169,7 +170,7 @@ def _whereabouts(process: ProcessRecord) -> str:
     return f"its main thread is in {place(site)}"
 
 
-# Which record is which rank
+# Assign records to ranks
 
 
 def _groups(processes: Sequence[ProcessRecord]) -> list[Group]:
@@ -177,12 +178,14 @@ def _groups(processes: Sequence[ProcessRecord]) -> list[Group]:
     for process in processes:
         for comm in process.comms:
             found.setdefault(comm.uid, []).append((process, comm))
-    launched = {one.rank: one for one in sorted(processes, key=lambda one: one.started) if one.rank >= 0}
+    launched = {
+        process.rank: process for process in sorted(processes, key=lambda process: process.started) if process.rank >= 0
+    }
     return [_group(uid, rows, launched) for uid, rows in found.items()]
 
 
 def _group(uid: str, rows: list[tuple[ProcessRecord, CommRecord]], launched: dict[int, ProcessRecord]) -> Group:
-    """Of two processes that are one rank the one that lives, and that began later."""
+    """Create a group. If two processes claim the same rank, prefer a live one, then the newer one."""
     rows = sorted(rows, key=lambda row: (row[0].state != DEAD, row[0].started, row[1].made))
     chosen = {comm.rank: (process, comm) for process, comm in rows}
     size = Counter(comm.size for _, comm in chosen.values()).most_common(1)[0][0]
@@ -190,12 +193,13 @@ def _group(uid: str, rows: list[tuple[ProcessRecord, CommRecord]], launched: dic
     group = Group(uid, name, size)
     group.members = {rank: Member(group, *chosen[rank]) for rank in sorted(chosen)}
     _add_launched(group, launched)
-    group.unknown = [rank for rank in range(min(size, _MOST_RANKS)) if rank not in group.members]
+    group.unknown = [rank for rank in range(min(size, _MAX_RANKS)) if rank not in group.members]
     return group
 
 
 def _add_launched(group: Group, launched: dict[int, ProcessRecord]) -> None:
-    """Ranks that do not know the communicator yet, where its ranks are those of the launch; not of one of another."""
+    """Add ranks that have not created the communicator yet. Only for communicators without a parent whose ranks are the
+    global ranks."""
     present = {id(member.process) for member in group.members.values()}
     known = [member for member in group.members.values() if member.process.rank >= 0]
     if not known or any(member.rank != member.process.rank or member.comm.parent for member in known):
@@ -204,5 +208,5 @@ def _add_launched(group: Group, launched: dict[int, ProcessRecord]) -> None:
     for rank, process in launched.items():
         if rank < group.size and rank not in group.members and process.job in jobs and id(process) not in present:
             group.members[rank] = Member(
-                group, process, CommRecord(group.uid, group.name, rank, group.size), came=False
+                group, process, CommRecord(group.uid, group.name, rank, group.size), joined=False
             )

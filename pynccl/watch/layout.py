@@ -1,12 +1,12 @@
-"""The file of a flight recorder: the structures that the recorder maps into memory and the reader copies.
+"""The file format of the flight recorder: the recorder maps these structures into memory, and the reader copies them.
 
-    Header     who the process is, when its watchdog last looked, where its main thread was, how it ended
+    Header     identity of the process, heartbeat of its watchdog, where its main thread was, how it ended
     strings    STRINGS rows of STRING_BYTES: names of operations, lines of code, descriptions; row 0 is ""
-    regions    one per communicator: a CommHead, then a ring of slots, in whole pages
+    regions    one per communicator: a CommHead, then a ring buffer of slots, padded to full pages
 
-All is fixed in size: nothing grows with the calls. Call number `entry` of a communicator is in slot
-`entry % CALLS` of its ring. A slot begins and ends with the entry, so that the reader leaves out one that is
-being written. Times are seconds of the machine's monotonic clock, 0: not yet.
+All sizes are fixed and independent of the number of calls. Call number `entry` of a communicator is in slot
+`entry % CALLS` of its ring buffer. A slot begins and ends with `entry`: the reader skips a slot where they differ,
+because it is being written. Times are seconds of the node's monotonic clock; 0 means not yet.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ MAGIC = b"pynccl flight recorder"
 VERSION = 5
 SUFFIX = ".watch"
 
-PAGE = 1 << 16  # where a map may begin, on every machine
+PAGE = 1 << 16  # alignment of a memory map that every architecture accepts
 STRINGS, STRING_BYTES = 2048, 160
 STRINGS_AT = 1 << 13
 REGIONS_AT = -(-(STRINGS_AT + STRINGS * STRING_BYTES) // PAGE) * PAGE
 REGION_HEAD = 1536
-CALLS = 2048  # that are kept of each communicator
+CALLS = 2048  # kept per communicator
 
 CLEAN, EXCEPTION = 1, 2  # how a process ends
-LIVE, ENDED = 1, 2  # CommHead.state; 0: the region is free
+LIVE, ENDED = 1, 2  # CommHead.state; 0: the region is unused
 
 
 class Header(ctypes.Structure):
-    """Of the process. Other processes write `asked` and `told`, it writes the rest."""
+    """The process. Other processes write `stack_requested` and `message`; it writes the rest."""
 
     _fields_ = (
         ("magic", c_char * 24),
         ("version", c_uint32),
         ("pid", c_uint32),
-        ("start", c_uint64),  # of the process, in ticks
+        ("start", c_uint64),  # start of the process, in clock ticks since boot
         ("rank", c_int32),
         ("regions", c_uint32),
-        ("wall", c_double),  # wall clock and monotonic clock of one moment
+        ("wall", c_double),  # wall clock and monotonic clock, read together
         ("clock", c_double),
-        ("born", c_double),  # wall clock when the process began, before it imported anything; 0: not known
-        ("looked", c_double),  # the watchdog
+        ("process_started", c_double),  # wall clock when the process started; 0: unknown
+        ("heartbeat", c_double),  # of the watchdog
         ("where_at", c_double),  # when `where` and `stack` were written
-        ("asked", c_double),  # when another process wanted to know them
+        ("stack_requested", c_double),  # when another process last requested them
         ("ended", c_double),
         ("host", c_char * 64),
         ("machine", c_char * 128),
@@ -56,21 +56,21 @@ class Header(ctypes.Structure):
         ("stack", c_char * 2048),
         ("end", c_char * 640),
         ("end_site", c_char * 160),
-        ("told", c_char * 4096),  # that others wait for this process, for its watchdog to print
+        ("message", c_char * 4096),  # from other ranks that wait for this process; its watchdog prints it
     )
 
 
 class CommHead(ctypes.Structure):
-    """Of a communicator."""
+    """A communicator."""
 
     _fields_ = (
         ("state", c_uint32),
         ("rank", c_int32),
         ("size", c_int32),
         ("made", c_double),
-        ("completed", c_uint64),  # the newest entry that has completed, as far as is known, and when that was seen
+        ("completed", c_uint64),  # newest entry known to have completed, and when that was observed
         ("completed_at", c_double),
-        ("waits_at", c_double),  # when its streams were last seen to wait for calls before that
+        ("waits_at", c_double),  # when its streams were last observed waiting for calls issued earlier
         ("ended_at", c_double),
         ("uid", c_char * 64),
         ("name", c_char * 128),
@@ -83,16 +83,16 @@ class CommHead(ctypes.Structure):
     )
 
 
-# A slot: entry; when the call was issued and has returned; number among the collective calls, 0: it is none; stream;
-# group; strings: operation, line, detail, autograd function and its forward line; flags; then count, data type and what
-# follows them among the C arguments (see ARGUMENTS); entry.
+# A slot: entry; times at which the call was issued and returned; collective number, 0: not a collective; stream; group;
+# strings: operation, line, detail, autograd function and its forward line; flags; count, data type and the C arguments
+# that follow them (see ARGUMENTS); entry.
 SLOT = struct.Struct("=QddQQIHHHHHBxQiii4xQ")
-RETURNED_AT, NUMBER_AT, STREAM_AT, FLAGS_AT = 16, 24, 32, 54  # in a slot
+RETURNED_AT, NUMBER_AT, STREAM_AT, FLAGS_AT = 16, 24, 32, 54  # offsets in a slot
 REGION_BYTES = -(-(REGION_HEAD + CALLS * SLOT.size) // PAGE) * PAGE
-PLAN, FAILED, GAVE_UP = 1, 2, 4  # flags; the last of a call that its watchdog has ended
+PLAN, FAILED, GAVE_UP = 1, 2, 4  # flags; GAVE_UP: the watchdog aborted the call
 NO_COUNT = 0xFFFFFFFFFFFFFFFF
 
-# Which C argument of an operation is its count, behind which is the data type, and what follows that.
+# Operation -> index of its count among the C arguments (the data type follows it), and the arguments after that.
 ARGUMENTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "all_reduce": (2, ("op",)),
     "reduce_scatter": (2, ("op",)),
@@ -106,28 +106,33 @@ ARGUMENTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "recv": (1, ("peer",)),
     "put_signal": (1, ("peer",)),
 }
-SIGNALS = ("signal", "wait_signal")  # which have neither, but a peer
-UNNUMBERED = ("send", "recv", "put_signal", *SIGNALS)  # calls that not every rank of a communicator makes
+SIGNALS = ("signal", "wait_signal")  # without count and data type, but with a peer
+UNNUMBERED = (
+    "send",
+    "recv",
+    "put_signal",
+    *SIGNALS,
+)  # not collective: only some ranks make these calls
 
 
 def put(head: ctypes.Structure, field: str, text: str) -> None:
-    """Write a text of a Header or CommHead, cut where it is too long."""
+    """Write a text field of a Header or CommHead, truncated to fit."""
     kind: Any = getattr(type(head), field)
     setattr(head, field, cut(text, kind.size))
 
 
 def cut(text: str, nbytes: int) -> bytes:
-    """The text in fewer than so many bytes, cut where it is too long: never in the middle of a character."""
+    """Encode the text in fewer than `nbytes` bytes, truncated at a character boundary."""
     return text.encode("utf-8", "replace")[: nbytes - 1].decode("utf-8", "ignore").encode()
 
 
 def get(data: bytes, lines: bool = False) -> str:
-    """The text that begins these bytes, as `printable`."""
+    """Decode the NUL-terminated text at the start of `data` and make it printable."""
     return printable(data.partition(b"\0")[0].decode("utf-8", "replace"), lines)
 
 
 def printable(text: str, lines: bool = False) -> str:
-    """A text that was read, without what a terminal obeys or nobody sees.   lines: it may have several"""
+    """Replace control and invisible characters by "?".   lines: keep newlines"""
     if text.isprintable():
         return text
-    return "".join(one if one.isprintable() or (lines and one == "\n") else "?" for one in text)
+    return "".join(char if char.isprintable() or (lines and char == "\n") else "?" for char in text)

@@ -1,28 +1,29 @@
-"""Ranks that made other calls than the others: another operation, count, type, operator or root."""
+"""Find ranks whose calls do not match those of the other ranks: operation, count, data type, operator or root."""
 
 from __future__ import annotations
 
 from collections import Counter
 
 from ..bindings.abi import ELEMENTS
-from .formatting import call_text, called
-from .job import SHOWN, Group
+from .formatting import call_site, call_text
+from .job import MAX_LINES, Group
 from .records import CallRecord
-from .wait_graph import Finding, Meeting, Waits, Weight
+from .wait_graph import Finding, SyncPoint, WaitGraph, Weight
 
-_UNCOMPARED = ("init", "split", "group plan", "barrier", "grow", "shrink")  # by their name alone
+_COMPARED_BY_NAME = ("init", "split", "group plan", "barrier", "grow", "shrink")  # only the operation is compared
 _ITEMSIZE = {element.dtype.name: element.itemsize for element in ELEMENTS}
 
 
-def disagreements(waits: Waits) -> list[Finding]:
-    """A finding for each communicator whose ranks made different calls, and for sends and recvs of other sizes."""
-    found = [_mismatch(waits, group) for group in waits.job.groups]
-    found += [_sizes(waits, meeting) for meeting in waits.meetings]
-    return [one for one in found if one]
+def find_mismatches(graph: WaitGraph) -> list[Finding]:
+    """Return a finding for each communicator whose ranks made different calls, and for each send and recv that differ
+    in size."""
+    found = [_mismatch(graph, group) for group in graph.job.groups]
+    found += [_size_mismatch(graph, point) for point in graph.points]
+    return [finding for finding in found if finding]
 
 
-def _mismatch(waits: Waits, group: Group) -> Finding | None:
-    """At the first number at which ranks differ: those that differ from the most, or all where neither are the most."""
+def _mismatch(graph: WaitGraph, group: Group) -> Finding | None:
+    """Report the first collective that differs. Culprits: the minority, or all ranks if there is no majority."""
     keys: dict[int, set[tuple[str | int, ...]]] = {}
     for member in group.members.values():
         for number, call in member.numbered.items():
@@ -31,25 +32,25 @@ def _mismatch(waits: Waits, group: Group) -> Finding | None:
     if not number:
         return None
     calls = {rank: member.numbered[number] for rank, member in group.members.items() if number in member.numbered}
-    most, votes = Counter(map(_key, calls.values())).most_common(1)[0]
-    odd = {rank: call for rank, call in calls.items() if _key(call) != most}
-    usual = {rank: call for rank, call in calls.items() if _key(call) == most}
-    sides, others = _sides(group, odd), _sides(group, usual)
+    majority, votes = Counter(map(_key, calls.values())).most_common(1)[0]
+    odd = {rank: call for rank, call in calls.items() if _key(call) != majority}
+    usual = {rank: call for rank, call in calls.items() if _key(call) == majority}
+    sides, others = _texts_by_call(group, odd), _texts_by_call(group, usual)
     if 2 * votes > len(calls):
         theirs = next(iter(usual.values()))
         text = f"{', '.join(sides[:3])} as #{number:,} ({group.title()}), where the others call "
-        text += f"{call_text(theirs)}{called(theirs)}"
+        text += f"{call_text(theirs)}{call_site(theirs)}"
     else:
         text = f"the ranks disagree about call #{number:,} ({group.title()}): {', '.join([*sides, *others][:4])}"
         odd |= usual
-    meetings = [one for one in waits.meetings if one.group is group and one.call.number == number]
-    text += f"; {meetings[0].waiting(' there')}" if meetings else ""
-    details = [*[*sides, *others][:SHOWN], "every rank must make the same collective calls in the same order"]
-    return waits.finding(
+    points = [point for point in graph.points if point.group is group and point.call.number == number]
+    text += f"; {points[0].waiting(' there')}" if points else ""
+    details = [*[*sides, *others][:MAX_LINES], "every rank must make the same collective calls in the same order"]
+    return graph.finding(
         "mismatch",
         Weight.MISMATCH,
         text,
-        meetings=meetings,
+        points=points,
         details=details,
         culprits=[(group.uid, rank) for rank in sorted(odd)],
         comms=[group.uid],
@@ -57,38 +58,38 @@ def _mismatch(waits: Waits, group: Group) -> Finding | None:
     )
 
 
-def _sides(group: Group, calls: dict[int, CallRecord]) -> list[str]:
-    """What the ranks call, those together that call the same: "rank 0 calls all_reduce(count=4, FLOAT32) at a.py:3"."""
+def _texts_by_call(group: Group, calls: dict[int, CallRecord]) -> list[str]:
+    """Return a text per distinct call: "rank 0 calls all_reduce(count=4, FLOAT32) at a.py:3"."""
     rows: dict[str, list[int]] = {}
     for rank, call in calls.items():
         rows.setdefault(call_text(call), []).append(rank)
     return [
-        f"{group.names(ranks)} call{'s' if len(ranks) == 1 else ''} {text}{called(calls[ranks[0]])}"
+        f"{group.names(ranks)} call{'s' if len(ranks) == 1 else ''} {text}{call_site(calls[ranks[0]])}"
         for text, ranks in rows.items()
     ]
 
 
 def _key(call: CallRecord) -> tuple[str | int, ...]:
-    """What the ranks must agree on."""
-    if call.operation in _UNCOMPARED:
+    """Return the properties of a call that must match on all ranks."""
+    if call.operation in _COMPARED_BY_NAME:
         return (call.operation,)
     count = -1 if call.operation.endswith("_v") else call.count
     return call.operation, count, call.dtype, call.op, call.root
 
 
-def _sizes(waits: Waits, meeting: Meeting) -> Finding | None:
-    """A send and its recv that are of other sizes."""
-    calls = {call.operation: (rank, call) for rank, call in meeting.here.items()}
-    if calls.keys() != {"send", "recv"} or not meeting.paired:
+def _size_mismatch(graph: WaitGraph, point: SyncPoint) -> Finding | None:
+    """Compare the sizes of a send and its recv."""
+    calls = {call.operation: (rank, call) for rank, call in point.arrived.items()}
+    if calls.keys() != {"send", "recv"} or not point.paired:
         return None
-    group, (source, send), (target, recv) = meeting.group, calls["send"], calls["recv"]
-    sent, expected = (one.count * _ITEMSIZE.get(one.dtype, -1) for one in (send, recv))
+    group, (source, send), (target, recv) = point.group, calls["send"], calls["recv"]
+    sent, expected = (call.count * _ITEMSIZE.get(call.dtype, -1) for call in (send, recv))
     if sent == expected or min(sent, expected) < 0:
         return None
     text = (
-        f"{group.names([source])} sends {send.dtype} x {send.count:,}{called(send)} to "
-        f"{group.names([target])}, which expects {recv.dtype} x {recv.count:,}{called(recv)} (comm '{group.name}')"
+        f"{group.names([source])} sends {send.dtype} x {send.count:,}{call_site(send)} to "
+        f"{group.names([target])}, which expects {recv.dtype} x {recv.count:,}{call_site(recv)} (comm '{group.name}')"
     )
     culprits = [(group.uid, source), (group.uid, target)]
     sites = [send.site, recv.site]
-    return waits.finding("mismatch", Weight.MISMATCH, text, meetings=[meeting], culprits=culprits, sites=sites)
+    return graph.finding("mismatch", Weight.MISMATCH, text, points=[point], culprits=culprits, sites=sites)

@@ -1,8 +1,8 @@
-"""How far the streams of a communicator have come: one event at a time, recorded by the watchdog, never by a call.
+"""The progress of a communicator's streams: the watchdog records one event at a time; calls never record any.
 
-An event is recorded where nothing was issued for a while: a program that goes on issuing goes on, and one that waits,
-also for a stream that hangs, does not. So the capture of a CUDA graph, which an event in its stream would spoil, would
-have to begin in the very moment between a look at the stream and the event.
+The watchdog records an event only if no call was issued for a while: a program that keeps issuing calls makes
+progress, and one that waits, even for a hanging stream, issues none. An event would invalidate a CUDA graph capture on
+its stream, but only if the capture began between the check of the stream and the recording of the event.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from ..interop.streams import CudaStream
 
 
 class Mark(NamedTuple):
-    """Behind the calls up to this one."""
+    """Events recorded on the streams after the calls up to `entry`."""
 
     entry: int
     made: float
     events: list[Any]
 
     def passed(self) -> bool | None:
-        """Whether all of the calls have completed; None: it cannot be told, and will not be."""
+        """Return whether all of those calls have completed; None: this mark cannot tell and never will."""
         try:
             passed = all(event.query() for event in self.events)
             return None if passed and any(getattr(event, "failed", False) for event in self.events) else passed
-        except Exception:  # a capture, or an error of an earlier launch, which others report
+        except Exception:  # a capture, or an error of an earlier launch, which is reported elsewhere
             return None
 
 
 def mark(library: Library, ordinal: int, entry: int, streams: set[int]) -> Mark | None:
-    """A mark on these streams now; None where one of them cannot take any yet. One that is gone needs none."""
+    """Record a mark on these streams; None if one of them does not accept an event yet. Closed streams are skipped."""
     events = []
     for handle in streams:
         try:
             event = _host_event(handle) if library.is_host else _cuda_event(handle, ordinal)
         except LookupError:
             continue
-        except Exception:  # the driver refuses: the program may be closing it, or capturing a graph, this moment
+        except Exception:  # the program may be closing the stream, or capturing a graph, right now
             return None
         if event is None:
             return None
@@ -49,7 +49,7 @@ def mark(library: Library, ordinal: int, entry: int, streams: set[int]) -> Mark 
 
 
 def _host_event(handle: int) -> Any:
-    stream = host_module().made_here(handle)
+    stream = host_module().stream_from_handle(handle)
     if stream is None:
         raise LookupError("the stream is gone: closed, or dropped")
     return stream.record()
@@ -59,11 +59,11 @@ def _cuda_event(handle: int, ordinal: int) -> Any:
     driver = cuda_driver()
     with on_device(ordinal), relaxed():
         code, status = driver.cuStreamIsCapturing(driver.CUstream(handle))[:2]
-        if int(code) in _GONE:
+        if int(code) in _INVALID_STREAM:
             raise LookupError("the stream is gone: another library has destroyed it")
         if code or status:
             return None
         return CudaStream(cuda_core().Stream.from_handle(handle), ordinal).record()
 
 
-_GONE = (400, 709)  # CUDA_ERROR_INVALID_HANDLE, CUDA_ERROR_CONTEXT_IS_DESTROYED
+_INVALID_STREAM = (400, 709)  # CUDA_ERROR_INVALID_HANDLE, CUDA_ERROR_CONTEXT_IS_DESTROYED

@@ -1,7 +1,6 @@
-"""The file of a flight recorder -> a ProcessRecord. Its process may have been killed at any moment, or be writing now.
+"""Read the file of a flight recorder into a ProcessRecord. Its process may be writing now, or may have been killed.
 
-A file is a recorder's if its length, its magic and its version are right, else it is a `BadRecord`; what its process
-was writing this moment is left out.
+A file with a wrong length, magic or version raises `BadRecord`. Slots that are being written are left out.
 """
 
 from __future__ import annotations
@@ -29,118 +28,128 @@ from .records import (
     ProcessRecord as Process,
 )
 
-_ANSWER_SECONDS = (
-    2.0  # in which a process says where its threads are; its watchdog looks twice a second, if it gets the CPU
-)
-_PAUSE = 0.02
-_READS = 3  # of a ring that is being written
+_ANSWER_TIMEOUT = 2.0  # seconds for a process to write its stacks; its watchdog polls twice a second if it gets the CPU
+_POLL_SECONDS = 0.02
+_MAX_READS = 3  # attempts to read a ring buffer that is being written
 
 
 class BadRecord(ValueError):
-    """A file that is no flight recorder's, or was cut short, or damaged; says which, and how."""
+    """A file is not a flight recorder's, or is truncated or damaged; the message names file and problem."""
 
 
 def read_folder(path: str, *, uid: str = "", calls: bool = True) -> tuple[list[Process], list[str]]:
-    """The records of all files in this folder; and the problems met.
+    """Return the records of all files in this folder, and the problems found.
 
-    uid    only those of processes that are or were in this communicator, or in another one with such a process, which
-           it may wait for
-    calls  with the calls of each, which are nearly all of it"""
+    uid    only processes that are or were in this communicator, or that are connected to it through other
+           communicators, since it may wait for them
+    calls  also read the calls, which are nearly all of the data"""
     records, problems = _read_all(folder.files(path), calls and not uid)
     if uid:
         related = _related(records, uid)
-        records = _read_all([one.path for one in related], True)[0] if calls else related
+        records = _read_all([record.path for record in related], True)[0] if calls else related
     return records, problems
 
 
 def _read_all(paths: Iterable[str], calls: bool) -> tuple[list[Process], list[str]]:
     records, problems = [], []
-    for one in paths:
+    for path in paths:
         try:
-            records.append(read_file(one, calls))
+            records.append(read_file(path, calls))
         except BadRecord as error:
             problems.append(str(error))
         except FileNotFoundError:
-            continue  # its process has ended well meanwhile
+            continue  # its process has exited cleanly meanwhile
         except OSError as error:
-            problems.append(f"{one}: {error.strerror or error}")
+            problems.append(f"{path}: {error.strerror or error}")
     return records, problems
 
 
 def _related(records: list[Process], uid: str) -> list[Process]:
-    """Those with this communicator, or with another one of theirs."""
-    inside = [(one, one.uids()) for one in records]
-    wanted, size = {uid}, 0
-    while len(wanted) > size:
-        size = len(wanted)
-        wanted = wanted.union(*(known for _, known in inside if known & wanted))
-    return [one for one, known in inside if known & wanted]
+    """Return the processes of this communicator, and those connected to it through other communicators."""
+    members = [(record, record.uids()) for record in records]
+    reached, size = {uid}, 0
+    while len(reached) > size:
+        size = len(reached)
+        reached = reached.union(*(uids for _, uids in members if uids & reached))
+    return [record for record, uids in members if uids & reached]
 
 
 def ranks(path: str, uid: str) -> set[int]:
-    """Which ranks of the communicator have their records in this folder."""
+    """Return the ranks of the communicator that have a record in this folder."""
     records, _ = read_folder(path, calls=False)
-    return {comm.rank for one in records for comm in one.of(uid)}
+    return {comm.rank for record in records for comm in record.of(uid)}
 
 
 def read_file(path: str, calls: bool = True) -> Process:
-    """What the file says. BadRecord if it is none; OSError if it cannot be opened."""
+    """Read a file. Raises BadRecord if it is not a flight recorder's, OSError if it cannot be opened."""
     with open(path, "rb", buffering=0) as file:
         return _File(path, file.fileno()).process(calls)
 
 
 def ask(processes: Iterable[Process]) -> bool:
-    """Have those that run on this machine write down where their threads are, and wait for it; at most two seconds.
-    Whether any did: then their files are to be read anew."""
+    """Ask the processes that run on this node to write their stacks, and wait for that, at most two seconds.
+
+    Return whether any did: then read their files again."""
     begun = time.monotonic()
     clock = bytes(ctypes.c_double(begun))
-    asked = [one.path for one in processes if _can_answer(one) and folder.write_field(one.path, "asked", clock)]
+    asked = [
+        process.path
+        for process in processes
+        if _can_answer(process) and folder.write_field(process.path, "stack_requested", clock)
+    ]
     waiting = asked
-    while waiting and time.monotonic() - begun < _ANSWER_SECONDS:
-        time.sleep(_PAUSE)
+    while waiting and time.monotonic() - begun < _ANSWER_TIMEOUT:
+        time.sleep(_POLL_SECONDS)
         waiting = [path for path in waiting if not _has_answered(path, begun)]
     return len(waiting) < len(asked)
 
 
-def _can_answer(one: Process) -> bool:
-    """Not a process that is silent, or has just told, after its newest call."""
-    if one.state != RUNNING or not one.path or one.pid == os.getpid() or one.now - one.heartbeat > _ANSWER_SECONDS:
+def _can_answer(process: Process) -> bool:
+    """Return whether to ask a process: not if it is silent or wrote its stack after its newest call."""
+    if (
+        process.state != RUNNING
+        or not process.path
+        or process.pid == os.getpid()
+        or process.now - process.heartbeat > _ANSWER_TIMEOUT
+    ):
         return False
-    newest = max((comm.calls[-1].issued for comm in one.comms if comm.calls), default=0.0)
-    return one.now - one.where_at > _ANSWER_SECONDS or one.where_at < newest
+    newest = max((comm.calls[-1].issued for comm in process.comms if comm.calls), default=0.0)
+    return process.now - process.where_at > _ANSWER_TIMEOUT or process.where_at < newest
 
 
 def _has_answered(path: str, begun: float) -> bool:
     with contextlib.suppress(OSError, BadRecord), open(path, "rb", buffering=0) as file:
         return bool(_File(path, file.fileno()).head.where_at >= begun)
-    return True  # it has gone meanwhile
+    return True  # it has ended meanwhile
 
 
 class _File:
-    """An open file. It is read, never mapped: a file that shrinks would kill the reader."""
+    """An open file. It is read, not mapped: if a mapped file shrank, access to it would kill the reader."""
 
     def __init__(self, path: str, file: int) -> None:
         self.path, self._file = path, file
         self.head = layout.Header.from_buffer_copy(self._read(0, layout.STRINGS_AT))
         if self.head.magic != layout.MAGIC:
-            raise BadRecord(f"{path}: no flight recorder of pynccl, or one that is only being made")
+            raise BadRecord(f"{path}: not a pynccl flight recorder file, or still being created")
         if self.head.version != layout.VERSION:
-            raise BadRecord(f"{path}: version {self.head.version} of the format, this pynccl reads {layout.VERSION}")
+            raise BadRecord(f"{path}: format version {self.head.version}; this pynccl reads version {layout.VERSION}")
         self._strings = b""
-        self._wall = self.head.wall - self.head.clock  # of the clock since then, unless it was set
+        self._wall = self.head.wall - self.head.clock  # offset from the monotonic to the wall clock
 
     def _read(self, where: int, nbytes: int) -> bytes:
         data = os.pread(self._file, nbytes, where)
         if len(data) != nbytes:
-            raise BadRecord(f"{self.path}: no flight recorder of pynccl, or cut short: {where + len(data):,} bytes")
+            raise BadRecord(
+                f"{self.path}: not a pynccl flight recorder file, or truncated at {where + len(data):,} bytes"
+            )
         return data
 
     def comms(self) -> Iterator[tuple[Any, int]]:
-        """The heads of the communicators, and where the slots of each begin."""
+        """Yield the head of each communicator, and the offset of its slots."""
         for number in range(self.head.regions):
             at = layout.REGIONS_AT + number * layout.REGION_BYTES
             head = CommHead.from_buffer_copy(self._read(at, layout.REGION_HEAD))
-            # Where the rank does not fit, the region is being reused this very moment.
+            # An inconsistent rank means that the region is being reused right now.
             if head.state in (layout.LIVE, layout.ENDED) and 0 <= head.rank < head.size:
                 yield head, at + layout.REGION_HEAD
 
@@ -155,15 +164,15 @@ class _File:
             command=get(head.command),
             rank=head.rank,
             path=self.path,
-            born=head.born,
+            born=head.process_started,
             started=head.wall,
-            # By the clock of the file, also if the other was set.
+            # On the file's clock, even if the wall clock was set since.
             now=self._seconds(time.monotonic()) if here else time.time(),
-            heartbeat=self._seconds(head.looked),
+            heartbeat=self._seconds(head.heartbeat),
             where=get(head.where),
             where_at=self._seconds(head.where_at),
             stack=get(head.stack, lines=True),
-            # What has said that it ends counts as gone, though it may still be closing what it has open.
+            # A process that has recorded its end counts as dead, although it may still be closing resources.
             state=DEAD if head.ended else folder.state_of(head.pid, head.start) if here else UNKNOWN,
             end=get(head.end),
             end_site=get(head.end_site),
@@ -172,7 +181,7 @@ class _File:
         )
 
     def _seconds(self, clock: float) -> float:
-        """Of the machine's clock since the epoch; 0.0 for 0."""
+        """Convert monotonic seconds to seconds since the epoch; 0 to 0.0."""
         return clock + self._wall if clock else 0.0
 
     def _comm(self, head: Any, at: int, calls: bool) -> CommRecord:
@@ -196,13 +205,13 @@ class _File:
         return comm
 
     def _calls(self, head: Any, at: int) -> list[CallRecord]:
-        """Those of the ring, oldest first, and how far each has come."""
-        for _ in range(_READS):
+        """Return the calls in the ring buffer, oldest first, with their states."""
+        for _ in range(_MAX_READS):
             data = self._read(at, layout.CALLS * layout.SLOT.size)
             slots = sorted(slot for slot in layout.SLOT.iter_unpack(data) if slot[0] and slot[0] == slot[-1])
             if not slots or slots[-1][0] - slots[0][0] < len(slots):
-                break  # else the ring went round meanwhile
-        # After the slots: what they refer to was written before them.
+                break  # else the ring buffer was overwritten meanwhile
+        # Read after the slots, because strings are written before the slots that refer to them.
         self._strings = self._read(layout.STRINGS_AT, layout.STRINGS * layout.STRING_BYTES)
         calls = [self._call(slot) for slot in slots]
         for call in calls:
@@ -214,7 +223,7 @@ class _File:
                 if call.state == COMPLETED:
                     call.completed = call.returned if synchronous else self._seconds(head.completed_at)
             elif call is not calls[-1] and not (call.group and call.group == calls[-1].group):
-                call.state = ISSUED  # a later call says that it has returned, unless they were issued together
+                call.state = ISSUED  # it has returned, because a later call of another group exists
         failed = [call for call in calls if call.state == FAILED]
         if failed and head.error:
             failed[-1].error = get(head.error)
@@ -245,7 +254,7 @@ class _File:
             issued=self._seconds(issued),
             returned=self._seconds(returned),
             state=FAILED if flags & layout.FAILED else INSIDE,
-            error=_ended_by(flags),
+            error=_generic_error(flags),
         )
 
     def _string(self, number: int) -> str:
@@ -253,10 +262,10 @@ class _File:
         return get(self._strings[at : at + layout.STRING_BYTES])
 
 
-def _ended_by(flags: int) -> str:
-    """Of the last call there is a text; of the others this."""
+def _generic_error(flags: int) -> str:
+    """Return a generic error for a failed call: the file keeps the actual text only of the last failure."""
     if flags & layout.GAVE_UP:
-        return "NcclTimeout: its watchdog has ended it"
+        return "NcclTimeout: aborted by the watchdog"
     return "it raised" if flags & layout.FAILED else ""
 
 

@@ -1,8 +1,8 @@
-"""The flight recorder of this process: its file, with what is true of the whole process. Calls are written by track.py.
+"""The flight recorder of this process: its file, and the state of the process as a whole. track.py records the calls.
 
-The file is mapped into memory, so what was written is there after kill -9, os._exit or a crash. It is made with the
-first communicator, and grows with each, its room taken from the file system at once. What cannot be had - room, a
-folder, a descriptor - is done without, in memory that nobody else sees, with one warning: it ends no job.
+The file is mapped into memory, so its contents survive kill -9, os._exit and crashes. It is created with the first
+communicator and grows with each one; its disk space is allocated at once. If space, a folder or a descriptor is
+missing, the recorder warns once and uses private memory instead: a recorder problem never ends a job.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from . import folder, layout
 from .settings import settings
 
 now = time.monotonic
-_FORGOTTEN = 8  # communicators that have ended stay in the file until so many more have
+_KEPT_ENDED_COMMS = 8  # ended communicators whose regions stay in the file before they are reused
 _TOUCH_SECONDS = 10.0
 
 
 class Strings(dict[str, int]):
-    """Text -> its row in the file, written when it is first asked for; that of "(...)" where the table is full."""
+    """Text -> its row in the file, written on first use; the row of "(...)" once the table is full."""
 
     def __init__(self, rows: memoryview) -> None:
         super().__init__({"": 0})
         self.rows = rows
-        self._free = itertools.count(1)  # threads that ask at once for one text take a row each, which is harmless
+        self._free = itertools.count(1)  # two threads may each write a row for the same text, which is harmless
 
     def __missing__(self, text: str) -> int:
         number, nbytes = min(next(self._free), layout.STRINGS - 1), layout.STRING_BYTES
@@ -42,25 +42,25 @@ class Strings(dict[str, int]):
         return number
 
     def of_detail(self, text: str) -> int:
-        """The row of what may be another text at every call: at most half of the table is theirs."""
+        """Return the row of a text that may differ in every call. Such texts fill at most half of the table."""
         return self[text] if text in self or len(self) < layout.STRINGS // 2 else self["(...)"]
 
 
 class Recorder:
-    """The file of this process.
+    """The recorder of this process.
 
-    path  of the file; "": all is in memory alone
-    head  its header
+    path  of its file; "": it records into private memory only
+    head  the header of the file
     """
 
     def __init__(self) -> None:
         self.settings = settings()
-        self.tracks: list[Any] = []  # of the communicators that are alive
-        self.exchange: Any = None  # the newest one with ranks on other machines: there the end is told, too
-        self.sharing = threading.Lock()  # of what all threads share: the exchange, the watchdog
-        self.ended = 0  # how, once this process is about to end
-        self.beside: list[str] = []  # other files that go when the job has ended well
-        self._ended: list[Any] = []  # tracks of communicators that have ended, oldest first
+        self.tracks: list[Any] = []  # of live communicators
+        self.exchange: Any = None  # the newest Exchange: the end of this process is reported there too
+        self.sharing = threading.Lock()  # guards what all threads share: the exchange, the watchdog
+        self.ended = 0  # layout.CLEAN or EXCEPTION once this process is about to end
+        self.extra_files: list[str] = []  # other files to remove when the job exits cleanly
+        self._ended: list[Any] = []  # tracks of ended communicators, oldest first
         self._lock = threading.Lock()
         self._warned = False
         self._touched = -_TOUCH_SECONDS
@@ -70,48 +70,48 @@ class Recorder:
         self._write_head()
 
     def _open(self) -> tuple[str, int, memoryview]:
-        """Path and descriptor of the file, and its part before the regions; ("", -1, memory) where it cannot be had."""
+        """Create the file. Return its path, descriptor and the part before the regions; ("", -1, memory) on failure."""
         where = folder.base()
         try:
             folder.remove_old(where)
             return folder.create(_rank())
         except Exception as error:
-            self._do_without(error, where, "this process's calls")
+            self._fall_back_to_memory(error, where, "this process's calls")
             return "", -1, memoryview(mmap.mmap(-1, layout.REGIONS_AT))
 
-    def _do_without(self, error: Exception, path: str, what: str) -> None:
-        """Say so, once, and go on."""
+    def _fall_back_to_memory(self, error: Exception, path: str, what: str) -> None:
+        """Warn once that recording continues in memory."""
         if self._warned:
             return
         self._warned = True
         path = getattr(error, "filename", None) or path
         text = (
-            f"{path}: {getattr(error, 'strerror', None) or error}: the flight recorder goes on in memory alone, so "
+            f"{path}: {getattr(error, 'strerror', None) or error}: the flight recorder uses memory only, so "
             f"`python -m pynccl hang` and the other ranks do not see {what}\n"
-            "  make room, set PYNCCL_WATCH_DIR to a private folder that this user may write to, or PYNCCL_WATCH=off"
+            "  free disk space, set PYNCCL_WATCH_DIR to a private, writable folder, or set PYNCCL_WATCH=off"
         )
         try:
             warnings.warn(text, RuntimeWarning, stacklevel=2)
-        except RuntimeWarning:  # -W error; but what it warns of must not end the job
+        except RuntimeWarning:  # with -W error, the warning still must not end the job
             print(f"RuntimeWarning: {text}", file=sys.stderr, flush=True)
 
     def _write_head(self) -> None:
         head = self.head
-        head.pid, head.start, head.rank = os.getpid(), folder.started(), _rank()
-        head.wall, head.clock, head.born = time.time(), now(), folder.born()
-        head.looked = now()
+        head.pid, head.start, head.rank = os.getpid(), folder.start_ticks(), _rank()
+        head.wall, head.clock, head.process_started = time.time(), now(), folder.process_start_time()
+        head.heartbeat = now()
         layout.put(head, "host", os.uname().nodename)
         layout.put(head, "machine", folder.machine())
         layout.put(head, "job", folder.job())
         layout.put(head, "command", " ".join(map(str, sys.orig_argv[:1] + sys.argv)) or "python")
         head.version = layout.VERSION
-        head.magic = layout.MAGIC  # last: from now on it can be read
+        head.magic = layout.MAGIC  # written last: from now on the file is valid
 
     def new_region(self) -> tuple[memoryview, bool]:
-        """Memory for one more communicator, and whether it is in the file: of one that has ended long ago, else at the
-        end of the file."""
+        """Return memory for one more communicator, and whether it is in the file. Reuses the region of a communicator
+        that ended long ago, else extends the file."""
         with self._lock:
-            if len(self._ended) > _FORGOTTEN:
+            if len(self._ended) > _KEPT_ENDED_COMMS:
                 track = self._ended.pop(0)
                 memory: memoryview = track.memory
                 track.detach()
@@ -125,52 +125,52 @@ class Recorder:
                     self.head.regions += 1
                     return memory, True
             except OSError as error:
-                self._do_without(error, self.path, "communicators that are made from now on")
+                self._fall_back_to_memory(error, self.path, "communicators created from now on")
             return memoryview(mmap.mmap(-1, nbytes)), False
 
-    def look(self) -> None:
-        """The watchdog has looked. Now and then the time of the file says so, too: what is written through a map does
-        not change it on every file system."""
-        self.head.looked = now()
+    def beat(self) -> None:
+        """Write the watchdog's heartbeat. Also touch the file every 10 s, because writes through a memory map do not
+        update its modification time on every file system."""
+        self.head.heartbeat = now()
         if self._file >= 0 and now() - self._touched > _TOUCH_SECONDS:
             self._touched = now()
             with contextlib.suppress(OSError):
                 os.utime(self._file)
 
     def write_where(self, where: str, stack: str) -> None:
-        """The main thread is there now, and this is the stack of the thread that matters."""
+        """Write the current line of the main thread, and the stack of the thread that matters."""
         layout.put(self.head, "where", where)
         layout.put(self.head, "stack", stack)
-        self.head.looked = self.head.where_at = now()
+        self.head.heartbeat = self.head.where_at = now()
 
-    def is_asked(self) -> bool:
-        """Whether another process has asked where the threads are since that was last written: see reader.ask."""
-        return bool(self.head.asked > self.head.where_at)
+    def stack_requested(self) -> bool:
+        """Return whether another process has requested the stacks since they were last written: see reader.ask."""
+        return bool(self.head.stack_requested > self.head.where_at)
 
-    def told(self) -> str:
-        """What others have left for this process, once: see folder.tell."""
-        text = layout.get(self.head.told, lines=True)
+    def take_message(self) -> str:
+        """Return the message that another process left for this one, and clear it: see folder.leave_message."""
+        text = layout.get(self.head.message, lines=True)
         if text:
-            self.head.told = b""
+            self.head.message = b""
         return text
 
     def end(self, kind: int, text: str, site: str) -> None:
-        """The process is about to end."""
+        """Record that the process is about to end."""
         layout.put(self.head, "end", text)
         layout.put(self.head, "end_site", site)
         self.ended = kind
         self.head.ended = now()
 
-    def free(self, track: Any) -> None:
-        """The communicator has ended; its region may be used again, once some more have."""
+    def release(self, track: Any) -> None:
+        """Record that a communicator has ended. Its region is reused once some more have ended."""
         with self._lock:
             if track in self.tracks:
                 self.tracks.remove(track)
-                if track.kept:
+                if track.in_file:
                     self._ended.append(track)
 
     def detach(self) -> None:
-        """This is a forked child, the file is the parent's: what is still written goes nowhere."""
+        """In a forked child, whose parent owns the file: discard all further writes."""
         self.head = layout.Header()
         self.strings.rows = memoryview(bytearray(len(self.strings.rows)))
         for track in (*self.tracks, *self._ended):
@@ -178,7 +178,7 @@ class Recorder:
 
     @property
     def mine(self) -> bool:
-        """Whether this is still the process that made it, not a forked child."""
+        """Whether this is the process that created the recorder, not a forked child."""
         return _recorder is self
 
 
@@ -187,7 +187,7 @@ _starting = threading.Lock()
 
 
 def recorder() -> Recorder | None:
-    """That of this process, started if it is the first time; None with PYNCCL_WATCH=off."""
+    """Return the recorder of this process, creating it on first use; None with PYNCCL_WATCH=off."""
     global _recorder
     if not settings().on:
         return None
@@ -199,7 +199,7 @@ def recorder() -> Recorder | None:
 
 
 def started() -> Recorder | None:
-    """That of this process, if there is one."""
+    """Return the recorder of this process, if it exists."""
     return _recorder
 
 

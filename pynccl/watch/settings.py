@@ -12,12 +12,12 @@ T = TypeVar("T")
 
 
 class Settings(NamedTuple):
-    """What PYNCCL_WATCH and its relatives say.
+    """The values of the PYNCCL_WATCH* variables.
 
-    on       PYNCCL_WATCH=off | on: record no calls, or all
-    folder   PYNCCL_WATCH_DIR: where the files go; "": a private folder of the user in the temporary folder
-    timeout  PYNCCL_WATCH_TIMEOUT: seconds that a call may be under way before all ranks are asked; 0: never
-    raises   PYNCCL_WATCH_ACTION=report | raise: then tell, or also abort the communicator
+    on       PYNCCL_WATCH=off | on: whether calls are recorded
+    folder   PYNCCL_WATCH_DIR: folder for the files; "": a private folder of the user in the temporary folder
+    timeout  PYNCCL_WATCH_TIMEOUT: seconds after which a call that has not completed is reported; 0: never
+    raises   PYNCCL_WATCH_ACTION=report | raise: whether the watchdog also aborts the communicator after reporting
     """
 
     on: bool
@@ -27,12 +27,12 @@ class Settings(NamedTuple):
 
     @property
     def poll(self) -> float:
-        """Seconds between two looks of the watchdog."""
+        """Polling interval of the watchdog, in seconds."""
         return min(max(self.timeout / 20, 0.05), 0.5) if self.timeout else 0.5
 
 
 def settings() -> Settings:
-    """What the environment says now. NcclInvalidUsage, with what would have been right, where it makes no sense."""
+    """Read the environment. Invalid values raise NcclInvalidUsage, which names the valid ones."""
     on = _one_of("PYNCCL_WATCH", {"": True, "on": True, "1": True, "off": False, "0": False}, "on, off")
     raises = _one_of("PYNCCL_WATCH_ACTION", {"": False, "report": False, "raise": True}, "report, raise")
     folder = _value("PYNCCL_WATCH_DIR")
@@ -57,5 +57,5 @@ def _timeout() -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value < math.inf:
-        raise NcclInvalidUsage(f"PYNCCL_WATCH_TIMEOUT={text!r}: expected seconds, such as 60; 0 to never look")
+        raise NcclInvalidUsage(f"PYNCCL_WATCH_TIMEOUT={text!r}: expected seconds, such as 60, or 0 to disable")
     return value

@@ -1,4 +1,4 @@
-"""The store that bootstrap used: lists in it, and operations on it that end by a deadline."""
+"""The rendezvous store: lists kept in it, and a client whose operations have a timeout."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ..bindings.workers import GRACE_SECONDS, Helper, Silent
+from ..bindings.workers import GRACE_SECONDS, NoAnswer, QueryWorker
 from .layout import printable
 
 T = TypeVar("T")
 
-OPERATION_SECONDS = 2.0  # after which the store counts as out of reach
+OPERATION_SECONDS = 2.0  # timeout of an operation; the store then counts as unreachable
 
 
 def append(store: Any, key: str, text: str) -> None:
-    """Add `text`, one line or several, to a list. One operation, where the store has it; else one and one a line."""
+    """Append `text`, one or more lines, to a list: one operation if the store has append(), else two per line."""
     if _appends(store):
         store.append(key, text + "\n")
         return
@@ -24,74 +24,74 @@ def append(store: Any, key: str, text: str) -> None:
 
 
 def lines(store: Any, key: str) -> list[str]:
-    """The list so far, in no particular order. Two operations, where the store has append(); else two a line."""
+    """Return the list, in no particular order: two operations if the store has append(), else one plus two per line."""
     if _appends(store):
         return read(store, key).removesuffix("\n").split("\n") if store.check([key]) else []
     keys = [f"{key}/{i + 1}" for i in range(store.add(f"{key}/count", 0))]
-    return [read(store, one) for one in keys if store.check([one])]  # one that is not there yet is about to be written
+    return [read(store, key) for key in keys if store.check([key])]  # a missing key is still being written
 
 
 def read(store: Any, key: str) -> str:
-    """A text, which anybody may have put there who reaches the store, as it may be shown."""
+    """Return the value of a key as printable text: any process that can reach the store may have written it."""
     return printable(str(store.get(key).decode(errors="replace")), lines=True)
 
 
 def _appends(store: Any) -> bool:
-    """torch's FileStore has an append() that it does not vouch for: has_extended_api() says so."""
+    """Return whether append() works. torch's FileStore has the method, but has_extended_api() is False there."""
     return hasattr(store, "append") and (not hasattr(store, "has_extended_api") or bool(store.has_extended_api()))
 
 
-class Reach:
-    """A store whose operations end by a deadline. `reason`: why the last one did not succeed; "" if it did.
+class StoreClient:
+    """A client of a store whose operations have a timeout. `reason`: why the last one failed; "" if it succeeded.
 
-    Through a connection of its own, where the store can be cloned: a client of a TCPStore makes one operation at a
-    time, and the user's may wait for minutes. While an operation is late no other is begun. After an error, such as a
-    closed connection, none is tried again: torch writes a trace to stderr for each attempt."""
+    It clones the store if it can, to have its own connection: a TCPStore client runs one operation at a time, and the
+    user's may wait for minutes. While an operation is overdue, no other starts. After an error, such as a closed
+    connection, nothing is retried, because torch writes a trace to stderr on each attempt."""
 
     def __init__(self, store: Any) -> None:
         self.reason = ""
-        self._original = store  # kept: it may be what serves the store
-        self._own: Any = None
+        self._original = store  # keep a reference: this object may be the server
+        self._clone: Any = None
         self._lock = threading.Lock()
-        self._helper = Helper()
+        self._helper = QueryWorker()
         self._closed = False
 
-    def do(self, calls: Callable[[Any], T], otherwise: T) -> T:
-        """What `calls(store)` returns; `otherwise`, within about two seconds, if the store is out of reach."""
+    def run(self, calls: Callable[[Any], T], default: T) -> T:
+        """Return `calls(store)`; if the store is unreachable, return `default` within about two seconds."""
         if not self._lock.acquire(timeout=OPERATION_SECONDS):
-            return otherwise
+            return default
         try:
             if not self._closed:
-                result = self._helper.ask(lambda: calls(self._connection()), OPERATION_SECONDS)
+                result = self._helper.query(lambda: calls(self._connection()), OPERATION_SECONDS)
                 self.reason = ""
                 return result
-        except Silent:
+        except NoAnswer:
             self.reason = f"{self._name()} did not answer within {OPERATION_SECONDS:g} s"
-        except Exception as error:  # of torch, or of whatever the user gave as a store
+        except Exception as error:  # from torch, or from a store class of the user
             first = (str(error).strip() or type(error).__name__).splitlines()[0]
-            self.reason, self._closed = f"{self._name()} is lost: {first}", True
+            self.reason, self._closed = f"{self._name()} is unreachable: {first}", True
         finally:
             self._lock.release()
-        return otherwise
+        return default
 
     def close(self) -> None:
-        """Ask no more. Returns once what is under way has ended, or is known to bindings/workers.py as left behind."""
+        """Refuse further operations. Return once the current one has ended or bindings/workers.py has abandoned it."""
         self._closed, self.reason = True, self.reason or "this process is ending"
         if self._lock.acquire(timeout=OPERATION_SECONDS + GRACE_SECONDS):
             self._lock.release()
 
     def _connection(self) -> Any:
-        if self._own is None:
+        if self._clone is None:
             try:
-                self._own = self._original.clone()
-            except (AttributeError, NotImplementedError, RuntimeError):  # a store of Python may lack it
-                self._own = self._original
-        return self._own
+                self._clone = self._original.clone()
+            except (AttributeError, NotImplementedError, RuntimeError):  # a Python store may lack clone()
+                self._clone = self._original
+        return self._clone
 
     def _name(self) -> str:
-        """With the address that serves a TCPStore, whose machine may be the one that is gone."""
+        """Return a name with the address of a TCPStore's server: that node may be the one that failed."""
         store = self._original
         while hasattr(store, "underlying_store"):
             store = store.underlying_store
         address = f" ({store.host}:{store.port})" if hasattr(store, "host") and hasattr(store, "port") else ""
-        return f"the store at which the ranks met{address}"
+        return f"the rendezvous store{address}"

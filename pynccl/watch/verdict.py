@@ -1,9 +1,9 @@
-"""The verdict: from the records of all processes, which rank or call keeps the job from going on, in one sentence.
+"""The verdict: one sentence on which rank or call blocks the job, derived from the records of all processes.
 
     verdict = judge(processes)
     print(render(verdict))
 
-Times are taken from one record only, or from two of one machine: clocks of two machines are not compared.
+Times are compared within one record or between records of one node, since clocks of different nodes differ.
 """
 
 from __future__ import annotations
@@ -13,35 +13,35 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .dead_ranks import ending, gone
-from .formatting import called, ranks_text, seconds
-from .job import SHOWN, Job, Member, names_of
-from .mismatches import disagreements
+from .dead_ranks import describe_end, find_unavailable_ranks
+from .formatting import call_site, ranks_text, seconds
+from .job import MAX_LINES, Job, Member, names_of
+from .mismatches import find_mismatches
 from .records import DEAD, FAILED, ProcessRecord
-from .wait_graph import NO_RECORD, Finding, Meeting, Step, Waits, Weight
+from .wait_graph import NO_RECORD, Dependency, Finding, SyncPoint, WaitGraph, Weight
 
 NOTHING_WRONG = ("running", "finished", "empty")
-_HUNG_BEFORE = 5.0  # seconds that ranks had waited when all processes were killed, for the wait to be the reason
-_SHOWN_FINDINGS = 4
-_STALLED_SECONDS = 10.0  # a call that all ranks are inside of may take a while
-_ASKED_SECONDS = 1.0  # the same where somebody asks, who has waited too long
-_SHOWN_CROSSED = 3
-_NOT_TO_BE_SEEN = "the network between them, a GPU, or the work before it on its stream"
-_ANSWERS = {"send": "recv from", "recv": "send to", "wait_signal": "signal to"}
+_MIN_WAIT_BEFORE_KILL = 5.0  # seconds; if all processes were killed after such a wait, the wait is the cause
+_MAX_FINDINGS = 4
+_STALLED_SECONDS = 10.0  # a call that all ranks have entered may take this long
+_STALLED_SECONDS_OF_COMM = 1.0  # the same for a communicator that has already failed or timed out
+_MAX_CROSSED = 3
+_POSSIBLE_CAUSES = "check the network between them, the GPUs, and the work before it on its stream"
+_MATCHING_CALLS = {"send": "recv from", "recv": "send to", "wait_signal": "signal to"}
 
 
 @dataclass
 class Verdict(Finding):
-    """What is wrong: the first of all findings, which is the cause.
+    """The cause of a hang or failure: the first of all findings.
 
-    kind      "running", "finished", "empty": nothing is wrong. "missing": a rank has not entered a collective, or
-              nothing is known of it; "unmatched": a send without recv, or the reverse; "crossed": ranks wait for each
-              other; "mismatch": they made other calls; "dead", "stopped", "left" (its communicator has ended), "failed"
-              (its call raised), "stalled" (all ranks are there, and it does not go on)
-    sentence  what a person wants to know first; details: a line for each rank concerned
-    culprits  (uid of the communicator, rank in it); lines: their lines of code, in full
-    comms     the uids concerned
-    findings  all that was found, the first one being this
+    kind      "running", "finished", "empty": nothing is wrong. "missing": a rank has not entered a collective, or has
+              no record; "unmatched": a send without recv, or the reverse; "crossed": ranks wait for each other;
+              "mismatch": ranks made different calls; "dead", "stopped", "left" (its communicator has ended), "failed"
+              (its call raised), "stalled" (all ranks have entered the call, and it makes no progress)
+    sentence  the finding in one sentence; details: one line per rank concerned
+    culprits  (uid of the communicator, rank in it); lines: their lines of code, with full paths
+    comms     uids of the communicators concerned
+    findings  all findings, beginning with this one
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -51,88 +51,92 @@ class Verdict(Finding):
         return self.kind not in NOTHING_WRONG
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values for json.dumps."""
+        """Return plain values for json.dumps."""
         return dataclasses.asdict(self)
 
 
-def judge(processes: Sequence[ProcessRecord], *, patience: float = 0.0, uid: str = "") -> Verdict:
-    """What keeps the ranks from going on. A wait younger than `patience` seconds is none.
+def judge(processes: Sequence[ProcessRecord], *, min_wait: float = 0.0, uid: str = "") -> Verdict:
+    """Return what blocks the ranks. Waits shorter than `min_wait` seconds are ignored.
 
-    uid  the communicator of which it is asked: of several that wait for the same rank, the one to be named first"""
+    uid  the communicator of interest: if several wait for the same rank, the verdict names this one"""
     if not processes:
-        text = "there are no records: no process has written any here (another machine? another PYNCCL_WATCH_DIR?)"
+        text = "no records found here (another node? another PYNCCL_WATCH_DIR?)"
         return Verdict("empty", Weight.CONSEQUENCE, text)
-    waits = Waits(Job(processes), patience, uid)
-    found = _found(waits)
-    if waits.post_mortem:
-        _weigh_after_the_end(waits, found)
-    found.sort(key=lambda one: (one.weight, -one.waiting, -one.age))
-    found = _without_repeats(found) or [_going_on(waits.job)]
-    for one in found:
-        one.sentence = one.sentence.rstrip(".") + "."
+    graph = WaitGraph(Job(processes), min_wait, uid)
+    found = _find_all(graph)
+    if graph.post_mortem:
+        _reweigh_post_mortem(graph, found)
+    found.sort(key=lambda finding: (finding.weight, -finding.waiting, -finding.age))
+    found = _without_repeats(found) or [_nothing_wrong(graph.job)]
+    for finding in found:
+        finding.sentence = finding.sentence.rstrip(".") + "."
     return Verdict(**vars(found[0]), findings=found)
 
 
 def render(verdict: Verdict) -> str:
-    """All of it as text."""
+    """Return the verdict with its details and further findings as text."""
     lines = [verdict.sentence, *verdict.details]
-    for one in verdict.findings[1:_SHOWN_FINDINGS]:
-        lines += [f"also: {one.sentence}", *(f"  {detail}" for detail in one.details[:4])]
-    if len(verdict.findings) > _SHOWN_FINDINGS:
-        lines.append(f"and {len(verdict.findings) - _SHOWN_FINDINGS:,} more findings")
+    for finding in verdict.findings[1:_MAX_FINDINGS]:
+        lines += [f"also: {finding.sentence}", *(f"  {detail}" for detail in finding.details[:4])]
+    if len(verdict.findings) > _MAX_FINDINGS:
+        lines.append(f"and {len(verdict.findings) - _MAX_FINDINGS:,} more findings")
     return "\n".join(lines)
 
 
 def about(verdict: Verdict, uid: str, rank: int) -> str:
-    """What an exception of this rank of this communicator should say too; "" where there is nothing to say."""
-    own = [one for one in verdict.findings if one.kind == "failed" and one.culprits == [(uid, rank)]]
-    others = [one for one in verdict.findings if one.kind not in NOTHING_WRONG and one not in own]
+    """Return the text to add to an exception of this rank of this communicator; "" if there is none."""
+    own = [finding for finding in verdict.findings if finding.kind == "failed" and finding.culprits == [(uid, rank)]]
+    others = [finding for finding in verdict.findings if finding.kind not in NOTHING_WRONG and finding not in own]
     if own and own[0] is verdict.findings[0] and own[0].is_cause:
         return "\n".join(verdict.details[:3])
     if not others:
         return ""
-    first, concerned = others[0], [one for one in others if uid in one.comms and one.is_cause]
-    if concerned and first.kind != "mismatch":  # that counts in any communicator: its ranks may wait for nothing
+    first, concerned = others[0], [finding for finding in others if uid in finding.comms and finding.is_cause]
+    if concerned and first.kind != "mismatch":  # a mismatch matters in any communicator, even if its ranks do not wait
         first = concerned[0]
-        alike = [one for one in concerned if one.kind == first.kind and any(of == uid for of, _ in one.culprits)]
-        if first.kind == "missing" and alike:  # of ranks that are away, those of this communicator: by its numbers
+        alike = [
+            finding
+            for finding in concerned
+            if finding.kind == first.kind and any(owner == uid for owner, _ in finding.culprits)
+        ]
+        if first.kind == "missing" and alike:  # prefer missing ranks of this communicator, in its numbering
             first = alike[0]
     return "\n".join([first.sentence, *first.details[:3]])
 
 
-def _found(waits: Waits) -> list[Finding]:
-    found = [*gone(waits), *disagreements(waits), *_crossings(waits), *_missing(waits)]
-    if not any(one.is_cause for one in found):  # what does not move may do so because of anything else
-        found += _stalls(waits)
-    if any(one.is_cause for one in found):  # then that others ended because of it is no news
-        found = [one for one in found if one.kind != "dead" or one.is_cause]
+def _find_all(graph: WaitGraph) -> list[Finding]:
+    found = [*find_unavailable_ranks(graph), *find_mismatches(graph), *_find_crossed(graph), *_find_missing(graph)]
+    if not any(finding.is_cause for finding in found):  # any other cause would explain a stall
+        found += _find_stalled(graph)
+    if any(finding.is_cause for finding in found):  # ends that follow from a cause are not reported
+        found = [finding for finding in found if finding.kind != "dead" or finding.is_cause]
     return found
 
 
 def _without_repeats(found: Sequence[Finding]) -> list[Finding]:
-    """That a rank has not come is no news where it is named already, as dead for instance."""
+    """Drop missing and unmatched findings on ranks that an earlier finding names already, for example as dead."""
     named: set[tuple[str, int]] = set()
     kept = []
-    for one in found:
-        if one.kind not in ("missing", "unmatched") or not named.issuperset(one.culprits):
-            kept.append(one)
-        named.update(one.culprits)
+    for finding in found:
+        if finding.kind not in ("missing", "unmatched") or not named.issuperset(finding.culprits):
+            kept.append(finding)
+        named.update(finding.culprits)
     return kept
 
 
-def _weigh_after_the_end(waits: Waits, found: list[Finding]) -> None:
-    """All have ended: what held them before is the cause if they gave up, or were killed after a wait."""
-    if not any(one.kind == "dead" and one.is_cause for one in found):
+def _reweigh_post_mortem(graph: WaitGraph, found: list[Finding]) -> None:
+    """Adjust priorities after all processes ended: a wait is the cause if they gave up or were killed after it."""
+    if not any(finding.kind == "dead" and finding.is_cause for finding in found):
         return
-    silent = all(one.killed or one.ended_well or one.gave_up for one in waits.job.processes)
-    for one in found:
-        if one.kind == "dead":
-            one.weight = Weight.KILLED if silent else one.weight
-        elif one.kind != "mismatch" and not (silent and one.age >= _HUNG_BEFORE):
-            one.weight = Weight.BEFORE_THE_END
+    silent = all(process.killed or process.exited_cleanly or process.gave_up for process in graph.job.processes)
+    for finding in found:
+        if finding.kind == "dead":
+            finding.weight = Weight.KILLED if silent else finding.weight
+        elif finding.kind != "mismatch" and not (silent and finding.age >= _MIN_WAIT_BEFORE_KILL):
+            finding.weight = Weight.BEFORE_THE_END
 
 
-def _going_on(job: Job) -> Finding:
+def _nothing_wrong(job: Job) -> Finding:
     ended = sum(process.state == DEAD for process in job.processes)
     running = len(job.processes) - ended
     if not running:
@@ -140,142 +144,148 @@ def _going_on(job: Job) -> Finding:
     return Finding("running", Weight.CONSEQUENCE, f"no rank is stuck: {running:,} running, {ended:,} finished")
 
 
-# Ranks that live and hold up others: they are elsewhere, wait for each other in a circle, or do not go on
+# Live ranks that block others: they are elsewhere, wait for each other in a cycle, or make no progress
 
 
-def _missing(waits: Waits) -> list[Finding]:
-    """A finding for each meeting that waits for ranks which wait for nothing themselves, or are not known."""
+def _find_missing(graph: WaitGraph) -> list[Finding]:
+    """Return a finding for each sync point that waits for ranks which wait for nothing, or which have no record."""
     found: list[Finding] = []
     known: dict[tuple[int, ...], Finding] = {}
-    for meeting in waits.stuck():
-        idle = meeting.idle()
-        key = tuple(id(one.process) for one in idle)
-        if key in known:  # in another communicator, or in a later call
-            _add_communicator(known[key], meeting)
+    for point in graph.stuck():
+        idle = point.idle()
+        key = tuple(id(member.process) for member in idle)
+        if key in known:  # the same ranks, in another communicator or a later call
+            _add_communicator(known[key], point)
         elif idle:
-            known[key] = _away(waits, meeting, idle)
+            known[key] = _not_entered(graph, point, idle)
             found.append(known[key])
-        if NO_RECORD in meeting.lacks.values():
-            found.append(_unknown(waits, meeting))
+        if NO_RECORD in point.missing.values():
+            found.append(_no_record(graph, point))
     return found
 
 
-def _add_communicator(found: Finding, meeting: Meeting) -> None:
-    if meeting.group.uid not in found.comms:
-        found.details.append(f"nor entered: {meeting.brief()}, where {meeting.waiting()}")
-        found.comms.append(meeting.group.uid)
-        found.waiting += len(meeting.here)
+def _add_communicator(found: Finding, point: SyncPoint) -> None:
+    if point.group.uid not in found.comms:
+        found.details.append(f"also not entered: {point.short_name()}, where {point.waiting()}")
+        found.comms.append(point.group.uid)
+        found.waiting += len(point.arrived)
 
 
-def _away(waits: Waits, meeting: Meeting, members: Sequence[Member]) -> Finding:
-    who, call = names_of(members), meeting.describe()
-    if meeting.collective:
-        kind, text = "missing", f"{who} never entered {call}; {meeting.waiting(' there')}"
+def _not_entered(graph: WaitGraph, point: SyncPoint, members: Sequence[Member]) -> Finding:
+    who, call = names_of(members), point.describe()
+    if point.collective:
+        kind, text = "missing", f"{who} never entered {call}; {point.waiting(' there')}"
     else:
-        kind, text = "unmatched", f"{who} never called {_answer_to(meeting)}; {meeting.waiting()} in {call}"
-    details = waits.job.standings(members)
-    for rank in meeting.here:
-        if meeting.group.members[rank].process is members[0].process:
-            how = "calls of several ranks of one process go into a pynccl.group()"
-            details.append(f"its process is inside as rank {rank}: {how}")
-    return waits.finding(
+        kind, text = "unmatched", f"{who} never called {_matching_call(point)}; {point.waiting()} in {call}"
+    details = graph.job.status_lines(members)
+    for rank in point.arrived:
+        if point.group.members[rank].process is members[0].process:
+            fix = "put calls of several ranks of one process into a pynccl.group()"
+            details.append(f"the same process is waiting there as rank {rank}: {fix}")
+    return graph.finding(
         kind,
-        Weight.AWAY,
+        Weight.NOT_ENTERED,
         text,
-        meetings=[meeting],
+        points=[point],
         details=details,
-        culprits=[one.key for one in members],
-        sites=[one.site for one in members],
+        culprits=[member.key for member in members],
+        sites=[member.site for member in members],
     )
 
 
-def _unknown(waits: Waits, meeting: Meeting) -> Finding:
-    ranks = [rank for rank, why in meeting.lacks.items() if why == NO_RECORD]
-    why = "no record here (another machine, another PYNCCL_WATCH_DIR, or it has not come to init)"
-    text = f"nothing is known of {ranks_text(ranks)} of comm '{meeting.group.name}': {why}"
-    text += f"; {meeting.waiting()} in {meeting.describe()}"
-    ended = [process for process in waits.job.processes if process.gave_up]  # who may have known more
+def _no_record(graph: WaitGraph, point: SyncPoint) -> Finding:
+    ranks = [rank for rank, why in point.missing.items() if why == NO_RECORD]
+    why = "it has not entered init, runs on another node, or uses another PYNCCL_WATCH_DIR"
+    text = f"no record of {ranks_text(ranks)} of comm '{point.group.name}' ({why})"
+    text += f"; {point.waiting()} in {point.describe()}"
+    ended = [process for process in graph.job.processes if process.gave_up]  # their errors may say more
     ended.sort(key=lambda process: not process.end.startswith("NcclInvalidUsage"))
-    details = [ending(waits, process) for process in ended[:1]]
-    if ended and ended[0].end.startswith("NcclInvalidUsage"):  # it knew what is wrong: calls that disagree
+    details = [describe_end(graph, process) for process in ended[:1]]
+    if ended and ended[0].end.startswith("NcclInvalidUsage"):  # this error names the mismatched calls
         text, details[0] = details[0], text
-    culprits = [(meeting.group.uid, rank) for rank in ranks]
-    return waits.finding("missing", Weight.UNKNOWN, text, meetings=[meeting], details=details, culprits=culprits)
+    culprits = [(point.group.uid, rank) for rank in ranks]
+    return graph.finding("missing", Weight.UNKNOWN, text, points=[point], details=details, culprits=culprits)
 
 
-def _answer_to(meeting: Meeting) -> str:
-    """What the other side of a message has to call."""
-    waiter, call = next(iter(meeting.here.items()))
-    return f"{_ANSWERS[call.operation]} rank {waiter}"
+def _matching_call(point: SyncPoint) -> str:
+    """Return the call that the peer of a message must make."""
+    waiter, call = next(iter(point.arrived.items()))
+    return f"{_MATCHING_CALLS[call.operation]} rank {waiter}"
 
 
-def _crossings(waits: Waits) -> Iterator[Finding]:
-    """Circles of ranks that wait for each other."""
-    for circle in waits.circles():
-        if all(meeting.age() >= waits.patience for meeting in circle):
-            yield _crossing(waits, circle)
+def _find_crossed(graph: WaitGraph) -> Iterator[Finding]:
+    """Yield the cycles of ranks that wait for each other."""
+    for cycle in graph.cycles():
+        if all(point.age() >= graph.min_wait for point in cycle):
+            yield _crossed(graph, cycle)
 
 
-def _crossing(waits: Waits, circle: Sequence[Meeting]) -> Finding:
-    edges = [(one, one.first[other], other) for one, other in zip(circle, [*circle[1:], circle[0]], strict=True)]
+def _crossed(graph: WaitGraph, cycle: Sequence[SyncPoint]) -> Finding:
+    edges = [
+        (later, later.blocked_by[other], other) for later, other in zip(cycle, [*cycle[1:], cycle[0]], strict=True)
+    ]
     edges.reverse()
-    texts = [_edge(*edge) for edge in edges[:_SHOWN_CROSSED]]
-    more = f", and {len(edges) - _SHOWN_CROSSED:,} more in this circle" if len(edges) > _SHOWN_CROSSED else ""
-    certain = all(any(step.certain for step in steps) for _, steps, _ in edges)
+    texts = [_edge_text(*edge) for edge in edges[:_MAX_CROSSED]]
+    more = f", and {len(edges) - _MAX_CROSSED:,} more in this cycle" if len(edges) > _MAX_CROSSED else ""
+    certain = all(any(dependency.certain for dependency in dependencies) for _, dependencies, _ in edges)
     details, sites = [], []
-    for later, steps, _ in edges[:SHOWN]:
-        if steps[0].then is None:
-            lacks = f"entered {later.brief()}" if later.collective else f"called {_answer_to(later)}"
-            details.append(f"{_who(steps)}: never {lacks}")
-    for _, (step, *_), _ in edges[:SHOWN]:
-        details.append(f"{waits.job.name(step.member.process)}: {waits.job.standing(step.member)}")
-        sites += [call.site for call in (step.first, step.then) if call]
-    return waits.finding(
+    for later, dependencies, _ in edges[:MAX_LINES]:
+        if dependencies[0].later_call is None:
+            missing_call = f"entered {later.short_name()}" if later.collective else f"called {_matching_call(later)}"
+            details.append(f"{_rank_names(dependencies)}: never {missing_call}")
+    for _, (dependency, *_), _ in edges[:MAX_LINES]:
+        details.append(f"{graph.job.name(dependency.member.process)}: {graph.job.status(dependency.member)}")
+        sites += [call.site for call in (dependency.earlier_call, dependency.later_call) if call]
+    return graph.finding(
         "crossed",
         Weight.CROSSED if certain else Weight.UNCERTAIN,
         f"ranks wait for each other: {', '.join(texts)}{more}",
-        meetings=circle,
+        points=cycle,
         details=details,
-        culprits=[(earlier.group.uid, step.member.rank) for _, steps, earlier in edges for step in steps],
+        culprits=[
+            (earlier.group.uid, dependency.member.rank)
+            for _, dependencies, earlier in edges
+            for dependency in dependencies
+        ],
         sites=sites,
     )
 
 
-def _edge(later: Meeting, steps: Sequence[Step], earlier: Meeting) -> str:
+def _edge_text(later: SyncPoint, dependencies: Sequence[Dependency], earlier: SyncPoint) -> str:
     """ "rank 0 in all_reduce #3 of comm 'tp' at a.py:1", "rank 0 in ... at a.py:1 before ... at a.py:2"."""
-    first, then = steps[0].first, steps[0].then
-    text = f"{_who(steps)} in {earlier.group.brief(first)}{called(first)}"
-    return f"{text} before {later.group.brief(then)}{called(then)}" if then else text
+    first, then = dependencies[0].earlier_call, dependencies[0].later_call
+    text = f"{_rank_names(dependencies)} in {earlier.group.short_name(first)}{call_site(first)}"
+    return f"{text} before {later.group.short_name(then)}{call_site(then)}" if then else text
 
 
-def _who(steps: Sequence[Step]) -> str:
-    members = {step.member.rank: step.member for step in steps}
+def _rank_names(dependencies: Sequence[Dependency]) -> str:
+    members = {dependency.member.rank: dependency.member for dependency in dependencies}
     return names_of([members[rank] for rank in sorted(members)])
 
 
-def _stalls(waits: Waits) -> Iterator[Finding]:
-    """Calls that all ranks have entered, alike, and that do not go on, or not for all of them."""
-    shortest = max(waits.patience, _ASKED_SECONDS if waits.uid else _STALLED_SECONDS)
-    for meeting in waits.meetings:
-        if not meeting.lacks and not meeting.first and meeting.age() >= shortest:
-            yield _stalled(waits, meeting)
+def _find_stalled(graph: WaitGraph) -> Iterator[Finding]:
+    """Yield matching calls that all ranks have entered and that do not complete, or not on all ranks."""
+    shortest = max(graph.min_wait, _STALLED_SECONDS_OF_COMM if graph.uid else _STALLED_SECONDS)
+    for point in graph.points:
+        if not point.missing and not point.blocked_by and point.age() >= shortest:
+            yield _stalled(graph, point)
 
 
-def _stalled(waits: Waits, meeting: Meeting) -> Finding:
-    group = meeting.group
-    members = [group.members[rank] for rank in meeting.here]
-    gave_up = all(call.state == FAILED for call in meeting.here.values())
-    how = f"{'gave up' if gave_up else 'not done'} after {seconds(meeting.age())}"
-    others = [rank for rank in group.members if rank not in meeting.here] if meeting.collective else [meeting.call.peer]
-    rest = "and nobody is missing" if meeting.complete() else f"which {group.names(others)} completed"
-    text = f"{group.names(meeting.here)} in {meeting.describe()}, {how}, {rest}: {_NOT_TO_BE_SEEN}"
-    # Of the messages of a group it is rather those between two machines, or containers, that do not arrive.
-    several = len({(one.process.machine, one.process.host) for one in members[:4]}) > 1
-    return waits.finding(
+def _stalled(graph: WaitGraph, point: SyncPoint) -> Finding:
+    group = point.group
+    members = [group.members[rank] for rank in point.arrived]
+    gave_up = all(call.state == FAILED for call in point.arrived.values())
+    how = f"{'gave up' if gave_up else 'not done'} after {seconds(point.age())}"
+    others = [rank for rank in group.members if rank not in point.arrived] if point.collective else [point.call.peer]
+    rest = "and no rank is missing" if point.complete() else f"which {group.names(others)} completed"
+    text = f"{group.names(point.arrived)} in {point.describe()}, {how}, {rest}: {_POSSIBLE_CAUSES}"
+    # Within a group, messages between two nodes or containers are the likelier ones to be lost.
+    several = len({(member.process.machine, member.process.host) for member in members[:4]}) > 1
+    return graph.finding(
         "stalled",
-        Weight.STALLED_BETWEEN_MACHINES if several else Weight.STALLED,
+        Weight.STALLED_BETWEEN_NODES if several else Weight.STALLED,
         text,
-        meetings=[meeting],
-        details=waits.job.standings(members[:4]),
-        culprits=[] if meeting.complete() else [one.key for one in members],
+        points=[point],
+        details=graph.job.status_lines(members[:4]),
+        culprits=[] if point.complete() else [member.key for member in members],
     )

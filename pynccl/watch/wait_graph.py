@@ -1,8 +1,8 @@
-"""Who waits for whom: where ranks have to meet, who is there, who is not, and what has to go on first.
+"""The wait-for graph: which calls need several ranks, which of these have entered, and what blocks the others.
 
-A meeting is a collective call of one number, or a send with its recv. It waits for another one where a rank that it
-needs is inside that one, or issued that one first. Meetings that wait for each other in a circle are crossed calls; one
-that waits for a rank which waits for nothing has that rank as its cause.
+A sync point is a collective with one number, or a send with its recv. It waits for another sync point if a rank that
+it needs is inside that one, or issued that one first. A cycle of sync points means that calls are crossed. If a sync
+point waits for a rank that waits for nothing, that rank is the cause.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from .formatting import line_of, seconds
 from .job import Group, Job, Member
 from .records import COMPLETED, DEAD, FAILED, INSIDE, ISSUED, STOPPED, CallRecord
 
-# Why a rank is not at a meeting; or it is DEAD, STOPPED, its call FAILED.
-AWAY, LEFT, NO_RECORD = "away", "left", "no record"
+# Why a rank is missing at a sync point. The other reasons are DEAD, STOPPED and FAILED.
+NOT_ENTERED, COMM_ENDED, NO_RECORD = "away", "left", "no record"
 MESSAGES = ("send", "recv")
-_TOGETHER = ("finalize", "destroy", "shrink", "grow")  # not numbered, but calls of all ranks
-_LOOKED_AT = 16  # numbers of one communicator, and sends from one rank to another: the first ones explain the others
-_OLDEST = 64  # calls of one process that are put in order: later ones wait as they do
+_CALLED_BY_ALL_RANKS = ("finalize", "destroy", "shrink", "grow")  # not numbered, but all ranks call them
+_MAX_POINTS = 16  # per communicator, and per pair of ranks: the first ones explain the later ones
+_MAX_ORDERED_CALLS = 64  # per process: later calls wait for the same reasons
 
 
 class Weight(IntEnum):
-    """Which of several findings is named as the cause: the first of this list. From CONSEQUENCE on a finding only
-    follows from something else."""
+    """Priority of a finding: the one that comes first in this list is reported as the cause. From CONSEQUENCE on, a
+    finding only follows from something else."""
 
     ENDED = 0
     MISMATCH = auto()
@@ -35,21 +35,21 @@ class Weight(IntEnum):
     CROSSED = auto()
     STOPPED = auto()
     FAILED = auto()
-    LEFT = auto()
-    AWAY = auto()
-    UNCERTAIN = auto()  # crossed if two streams keep each other waiting; or calls that NCCL says to disagree
-    KILLED = auto()  # as all processes were: what they waited for comes first
+    COMM_ENDED = auto()
+    NOT_ENTERED = auto()
+    UNCERTAIN = auto()  # crossed only if two streams block each other; or NCCL reports a mismatch
+    KILLED = auto()  # all processes were killed: what they waited for comes first
     UNKNOWN = auto()
-    STALLED_BETWEEN_MACHINES = auto()
+    STALLED_BETWEEN_NODES = auto()
     STALLED = auto()
     CONSEQUENCE = auto()
     FAILED_SINCE = auto()
-    BEFORE_THE_END = auto()  # of waits, where the processes ended for another reason
+    BEFORE_THE_END = auto()  # a wait, although the processes ended for another reason
 
 
 @dataclass
 class Finding:
-    """As Verdict has it. `waiting`: how many wait because of it; `age`: for how long."""
+    """One finding; see Verdict. `waiting`: number of processes that wait because of it; `age`: for how many seconds."""
 
     kind: str
     weight: Weight
@@ -67,28 +67,30 @@ class Finding:
 
 
 @dataclass(eq=False)
-class Step:
-    """Why one meeting waits for another: the rank that is needed has called `first`, and `then` later or not yet."""
+class Dependency:
+    """Why one sync point waits for another: a rank called `earlier_call`, and then `later_call` or not yet."""
 
     member: Member
-    first: CallRecord
-    then: CallRecord | None
-    certain: bool  # its thread, or its stream, is held there
+    earlier_call: CallRecord
+    later_call: CallRecord | None
+    certain: bool  # its thread or stream is known to be blocked there
 
 
 @dataclass(eq=False)
-class Meeting:
-    """`here`: the ranks that wait, and their calls; `lacks`: the ranks that are needed, and why they are not here.
+class SyncPoint:
+    """A call that needs several ranks: a collective, or a send and its recv.
 
-    first   the meetings that have to go on first, and why
-    paired  whether a send and a recv are sure to be the two ends of one message
+    arrived     rank -> its call, for the ranks that wait in it
+    missing     rank -> reason, for the ranks that it needs and that have not entered it
+    blocked_by  the sync points that must complete first, and why
+    paired      whether a send and a recv are certainly the two ends of one message
     """
 
     group: Group
     call: CallRecord
-    here: dict[int, CallRecord] = field(default_factory=dict)
-    lacks: dict[int, str] = field(default_factory=dict)
-    first: dict[Meeting, list[Step]] = field(default_factory=dict)
+    arrived: dict[int, CallRecord] = field(default_factory=dict)
+    missing: dict[int, str] = field(default_factory=dict)
+    blocked_by: dict[SyncPoint, list[Dependency]] = field(default_factory=dict)
     paired: bool = True
 
     @property
@@ -96,25 +98,30 @@ class Meeting:
         return self.call.operation not in (*MESSAGES, "wait_signal")
 
     def age(self) -> float:
-        """Seconds that the first one has waited, or had when it gave up."""
-        return max((self.group.members[rank].waited(call) for rank, call in self.here.items()), default=0.0)
+        """Seconds that the first rank has waited, or had waited when it gave up."""
+        return max((self.group.members[rank].waited(call) for rank, call in self.arrived.items()), default=0.0)
 
-    def lacking(self, why: str) -> list[Member]:
-        """The ranks that are not here for this reason, without NO_RECORD."""
-        return [self.group.members[rank] for rank, reason in self.lacks.items() if reason == why]
+    def missing_because(self, why: str) -> list[Member]:
+        """Return the ranks that are missing for this reason (not NO_RECORD)."""
+        return [self.group.members[rank] for rank, reason in self.missing.items() if reason == why]
 
     def idle(self) -> list[Member]:
-        """The ranks that have not come although they wait for nothing that is known: the causes."""
-        held = {id(step.member.process) for steps in self.first.values() for step in steps if step.then is None}
-        return [member for member in self.lacking(AWAY) if id(member.process) not in held]
+        """Return the ranks that have not entered it although they wait for nothing known: the causes."""
+        held = {
+            id(dependency.member.process)
+            for dependencies in self.blocked_by.values()
+            for dependency in dependencies
+            if dependency.later_call is None
+        }
+        return [member for member in self.missing_because(NOT_ENTERED) if id(member.process) not in held]
 
     def complete(self) -> bool:
-        """Whether all who have to come are here."""
-        return len(self.here) >= (self.group.size if self.collective else 2)
+        """Return whether all needed ranks have arrived."""
+        return len(self.arrived) >= (self.group.size if self.collective else 2)
 
-    def brief(self) -> str:
+    def short_name(self) -> str:
         """ "all_reduce #41 of comm 'tp'"."""
-        return self.group.brief(self.call)
+        return self.group.short_name(self.call)
 
     def describe(self) -> str:
         """ "all_reduce #41 (comm 'tp', 4 ranks, BFLOAT16 x 33,554,432, model.py:88)"."""
@@ -124,41 +131,43 @@ class Meeting:
         """ "3 ranks have waited 12.3 s there", "rank 0 gave up after 60.0 s"."""
         words = []
         for gave_up in (False, True):
-            ranks = [rank for rank, call in self.here.items() if (call.state == FAILED) == gave_up]
+            ranks = [rank for rank, call in self.arrived.items() if (call.state == FAILED) == gave_up]
             if ranks:
                 who, have = (f"{len(ranks):,} ranks", "have") if len(ranks) > 1 else (self.group.names(ranks), "has")
-                longest = seconds(max(self.group.members[rank].waited(self.here[rank]) for rank in ranks))
+                longest = seconds(max(self.group.members[rank].waited(self.arrived[rank]) for rank in ranks))
                 words.append(f"{who} gave up after {longest}" if gave_up else f"{who} {have} waited {longest}{where}")
         return " and ".join(words)
 
 
-class Waits:
-    """All meetings of a job. A wait younger than `patience` seconds is none; communicator `uid` comes first."""
+class WaitGraph:
+    """All sync points of a job. Waits shorter than `min_wait` seconds are ignored; communicator `uid` comes first."""
 
-    def __init__(self, job: Job, patience: float = 0.0, uid: str = "") -> None:
-        self.job, self.patience, self.uid = job, patience, uid
-        self.post_mortem = all(one.state == DEAD for one in job.processes)  # then it is judged what was before
+    def __init__(self, job: Job, min_wait: float = 0.0, uid: str = "") -> None:
+        self.job, self.min_wait, self.uid = job, min_wait, uid
+        self.post_mortem = all(
+            process.state == DEAD for process in job.processes
+        )  # then the state before the end is judged
         members = [member for group in job.groups for member in group.members.values()]
         self._calls = {member: self._calls_of(member) for member in members}
-        self.meetings = [meeting for group in job.groups for meeting in self._of(group)]
-        self._at: dict[int, list[tuple[Meeting, Member, CallRecord]]] = {}  # by id() of the process
-        for meeting in self.meetings:
-            for rank, call in meeting.here.items():
-                member = meeting.group.members[rank]
+        self.points = [point for group in job.groups for point in self._sync_points(group)]
+        self._waiting_at: dict[int, list[tuple[SyncPoint, Member, CallRecord]]] = {}  # by id() of the process
+        for point in self.points:
+            for rank, call in point.arrived.items():
+                member = point.group.members[rank]
                 newest = max(comm.calls[-1].issued for comm in member.process.comms if comm.calls)
-                if call.state != FAILED or call.returned >= newest:  # it has called nothing since
-                    self._at.setdefault(id(member.process), []).append((meeting, member, call))
-        self._order()
-        self._link()
-        self._above: dict[Meeting, list[Meeting]] = {}  # those that wait for it
-        for one in self.meetings:
-            for other in one.first:
-                self._above.setdefault(other, []).append(one)
+                if call.state != FAILED or call.returned >= newest:  # no newer call was issued
+                    self._waiting_at.setdefault(id(member.process), []).append((point, member, call))
+        self._link_by_issue_order()
+        self._link_by_missing_ranks()
+        self._dependents: dict[SyncPoint, list[SyncPoint]] = {}  # sync point -> those that wait for it
+        for point in self.points:
+            for other in point.blocked_by:
+                self._dependents.setdefault(other, []).append(point)
 
-    def stuck(self) -> list[Meeting]:
-        """Meetings that lack somebody, those of communicator `uid` first, then the oldest."""
-        found = [meeting for meeting in self.meetings if meeting.lacks and meeting.age() >= self.patience]
-        return sorted(found, key=lambda one: (one.group.uid != self.uid, -one.age()))
+    def stuck(self) -> list[SyncPoint]:
+        """Return the sync points with missing ranks: those of communicator `uid` first, then the oldest."""
+        found = [point for point in self.points if point.missing and point.age() >= self.min_wait]
+        return sorted(found, key=lambda point: (point.group.uid != self.uid, -point.age()))
 
     def finding(
         self,
@@ -166,65 +175,65 @@ class Waits:
         weight: Weight,
         text: str,
         *,
-        meetings: Sequence[Meeting],
+        points: Sequence[SyncPoint],
         sites: Iterable[str] = (),
         **rest: Any,
     ) -> Finding:
-        """A finding because of which these meetings do not come about, and all those that wait for them.
+        """Create a finding that blocks these sync points and all that wait for them.
 
-        sites  file:line of the calls, or of where the ranks are; rest: details, culprits, comms"""
+        sites  file:line of the calls or of the ranks' positions; rest: details, culprits, comms"""
         found = Finding(kind, weight, text, **rest)
-        behind = _reached(meetings, self._above)
-        found.waiting = len({id(one.group.members[rank].process) for one in behind for rank in one.here})
-        found.age = max((meeting.age() for meeting in meetings), default=0.0)
-        found.comms = list(dict.fromkeys([*found.comms, *(meeting.group.uid for meeting in behind)]))
+        behind = _reachable(points, self._dependents)
+        found.waiting = len({id(point.group.members[rank].process) for point in behind for rank in point.arrived})
+        found.age = max((point.age() for point in points), default=0.0)
+        found.comms = list(dict.fromkeys([*found.comms, *(point.group.uid for point in behind)]))
         found.lines = list(dict.fromkeys(line for site in sites if (line := line_of(site))))
         found.culprits = list(dict.fromkeys(found.culprits))
         return found
 
-    def circles(self) -> list[list[Meeting]]:
-        """Meetings that wait for each other, each circle once, as short as it can be; each waits for the next one."""
-        after = {one: list(one.first) for one in self.meetings}
-        found: list[list[Meeting]] = []
-        seen: set[Meeting] = set()
-        for start in self.meetings:
-            if start.first and start not in seen and (path := _shortest(start, after)):
+    def cycles(self) -> list[list[SyncPoint]]:
+        """Return the cycles of sync points, each once and as short as possible; each point waits for the next one."""
+        after = {point: list(point.blocked_by) for point in self.points}
+        found: list[list[SyncPoint]] = []
+        seen: set[SyncPoint] = set()
+        for start in self.points:
+            if start.blocked_by and start not in seen and (path := _shortest_cycle(start, after)):
                 found.append(path)
-                seen |= set(_reached([start], after)) & set(_reached([start], self._above))
+                seen |= set(_reachable([start], after)) & set(_reachable([start], self._dependents))
         return found
 
-    # Which calls are waits
+    # Calls that wait
 
     def _calls_of(self, member: Member) -> list[CallRecord]:
-        """The calls in which a rank waits, or waited until it gave up."""
+        """Return the calls in which a rank waits, or waited until it gave up."""
         gave_up = _gave_up(member)
         found = [] if self._ended(member) else member.pending
-        if member.comm.ended and not self.post_mortem and not gave_up:  # what was on streams went with it
+        if member.comm.ended and not self.post_mortem and not gave_up:  # calls on streams ended with it
             found = [call for call in found if call.state == INSIDE]
         return found + gave_up
 
     def _ended(self, member: Member) -> bool:
-        """Whether its process has ended: not because of a call that others made fail, where it counts as waiting there;
-        nor, where all have ended, by what may have killed them all."""
+        """Return whether its process has ended by itself. A process that ended because other ranks made its call fail
+        still counts as waiting there; so does a killed process if all processes have ended."""
         process = member.process
         return process.state == DEAD and not process.gave_up and not (self.post_mortem and process.killed)
 
-    def _gone(self, member: Member) -> str:
-        """Why a rank will not come; "" if it may."""
+    def _why_absent(self, member: Member) -> str:
+        """Return why a rank will never enter a call; "" if it may."""
         if self._ended(member):
             return DEAD
         if member.comm.ended and not member.process.gave_up:
-            return LEFT
+            return COMM_ENDED
         return STOPPED if member.process.state == STOPPED else ""
 
-    # Where ranks meet
+    # Sync points
 
-    def _of(self, group: Group) -> Iterator[Meeting]:
+    def _sync_points(self, group: Group) -> Iterator[SyncPoint]:
         yield from self._collectives(group)
         yield from self._messages(group)
-        yield from self._others(group)
+        yield from self._other_calls(group)
 
-    def _collectives(self, group: Group) -> Iterator[Meeting]:
+    def _collectives(self, group: Group) -> Iterator[SyncPoint]:
         inside: set[int] = set()
         numbers: set[int] = set()
         for member in group.members.values():
@@ -232,42 +241,44 @@ class Waits:
             inside |= set(waiting)
             numbers |= {min(waiting), max(waiting)} if waiting else set()
         numbers |= inside & {min((member.comm.entered for member in group.members.values()), default=0) + 1}
-        for number in sorted(numbers)[:_LOOKED_AT]:
-            meeting = Meeting(group, CallRecord(0, number, ""))
+        for number in sorted(numbers)[:_MAX_POINTS]:
+            point = SyncPoint(group, CallRecord(0, number, ""))
             for member in group.members.values():
-                self._place(meeting, member, number)
-            if meeting.here:
-                meeting.call = next(iter(meeting.here.values()))
-                meeting.lacks |= dict.fromkeys(group.unknown, NO_RECORD)
-                yield meeting
+                self._add_rank(point, member, number)
+            if point.arrived:
+                point.call = next(iter(point.arrived.values()))
+                point.missing |= dict.fromkeys(group.unknown, NO_RECORD)
+                yield point
 
-    def _place(self, meeting: Meeting, member: Member, number: int) -> None:
-        """Put the rank where it is, as seen from collective `number`."""
-        call = next((one for one in self._calls[member] if one.number == number), None) or member.numbered.get(number)
+    def _add_rank(self, point: SyncPoint, member: Member, number: int) -> None:
+        """Add a rank to collective `number`, as arrived or missing, unless it has completed it."""
+        call = next((call for call in self._calls[member] if call.number == number), None) or member.numbered.get(
+            number
+        )
         if number <= member.comm.completed or (call and call.state == COMPLETED):
             return
         if call and call.gave_up:
-            meeting.here[member.rank] = call
+            point.arrived[member.rank] = call
         elif call and call.state == FAILED and not self._ended(member):
-            meeting.lacks[member.rank] = FAILED
-        elif why := self._gone(member):
-            meeting.lacks[member.rank] = why
+            point.missing[member.rank] = FAILED
+        elif why := self._why_absent(member):
+            point.missing[member.rank] = why
         elif call:
-            meeting.here[member.rank] = call
+            point.arrived[member.rank] = call
         elif member.comm.entered < number:
-            meeting.lacks[member.rank] = AWAY
+            point.missing[member.rank] = NOT_ENTERED
 
-    def _lack(self, meeting: Meeting, rank: int) -> None:
-        """A rank has not come to a meeting that is no collective of a number."""
-        member = meeting.group.members.get(rank)
-        why = self._gone(member) if member else NO_RECORD
-        if why or rank not in meeting.here:
-            meeting.lacks[rank] = why or AWAY
+    def _mark_missing(self, point: SyncPoint, rank: int) -> None:
+        """Mark a rank as missing at a sync point that is not a numbered collective, unless it has arrived."""
+        member = point.group.members.get(rank)
+        why = self._why_absent(member) if member else NO_RECORD
+        if why or rank not in point.arrived:
+            point.missing[rank] = why or NOT_ENTERED
 
-    def _messages(self, group: Group) -> Iterator[Meeting]:
-        """The n-th send from one rank to another meets the n-th recv, where all are still recorded; else the n-th of
-        those that wait."""
-        recorded: dict[tuple[str, int, int], list[CallRecord]] = {}  # operation, who calls it, its peer
+    def _messages(self, group: Group) -> Iterator[SyncPoint]:
+        """Pair the n-th send from one rank to another with the n-th recv, counting all calls if they are still
+        recorded, else only those that wait."""
+        recorded: dict[tuple[str, int, int], list[CallRecord]] = {}  # by operation, rank, peer
         waiting: dict[tuple[str, int, int], list[CallRecord]] = {}
         for member in group.members.values():
             for calls, of in ((member.comm.calls, recorded), (self._calls[member], waiting)):
@@ -278,68 +289,68 @@ class Waits:
             (rank, peer) if operation == "send" else (peer, rank) for operation, rank, peer in waiting
         )
         for source, target in pairs:
-            counted = _counted(group, source, target)
+            fully_recorded = _fully_recorded(group, source, target)
             keys = ("send", source, target), ("recv", target, source)
-            rows = list(zip_longest(*((recorded if counted else waiting).get(key, ()) for key in keys)))
+            rows = list(zip_longest(*((recorded if fully_recorded else waiting).get(key, ()) for key in keys)))
             unfinished = {id(call) for key in keys for call in waiting.get(key, ())}
             rows = [row for row in rows if id(row[0]) in unfinished or id(row[1]) in unfinished]
-            for row in rows[:_LOOKED_AT]:
+            for row in rows[:_MAX_POINTS]:
                 both = {rank: call for rank, call in zip((source, target), row, strict=True) if call}
                 here = {rank: call for rank, call in both.items() if id(call) in unfinished}
                 rank, call = list(here.items())[-1]
-                meeting = Meeting(group, call, here)
-                meeting.paired = counted or not any(one.group for one in here.values())
-                if len(both) == 1 and (counted or not _answered(group, rank, call, recorded)):
-                    self._lack(meeting, call.peer)
-                yield meeting
+                point = SyncPoint(group, call, here)
+                point.paired = fully_recorded or not any(call.group for call in here.values())
+                if len(both) == 1 and (fully_recorded or not _peer_may_have_called(group, rank, call, recorded)):
+                    self._mark_missing(point, call.peer)
+                yield point
 
-    def _others(self, group: Group) -> Iterator[Meeting]:
-        found: dict[str, Meeting] = {}
+    def _other_calls(self, group: Group) -> Iterator[SyncPoint]:
+        found: dict[str, SyncPoint] = {}
         for member in group.members.values():
             for call in self._calls[member]:
                 if call.number > 0 or call.operation in MESSAGES or call.state == ISSUED:
                     continue
                 if call.operation == "wait_signal" and call.peer >= 0:
-                    meeting = Meeting(group, call, {member.rank: call})
-                    self._lack(meeting, call.peer)
-                    yield meeting
+                    point = SyncPoint(group, call, {member.rank: call})
+                    self._mark_missing(point, call.peer)
+                    yield point
                 else:
-                    found.setdefault(call.operation, Meeting(group, call)).here[member.rank] = call
-        for operation, meeting in found.items():
-            for rank in (*group.members, *group.unknown) if operation in _TOGETHER else ():
+                    found.setdefault(call.operation, SyncPoint(group, call)).arrived[member.rank] = call
+        for operation, point in found.items():
+            for rank in (*group.members, *group.unknown) if operation in _CALLED_BY_ALL_RANKS else ():
                 other = group.members.get(rank)
                 ended = other is not None and other.comm.ended and operation in ("finalize", "destroy")
                 called = other is not None and any(call.operation == operation for call in other.comm.calls)
                 if not ended and not called:
-                    self._lack(meeting, rank)
-            yield meeting
+                    self._mark_missing(point, rank)
+            yield point
 
-    # What has to go on first
+    # Dependencies
 
-    def _order(self) -> None:
-        """A call that its rank has issued after another one waits for that one."""
-        for rows in self._at.values():
-            rows = sorted(rows, key=lambda row: (row[2].issued, row[2].entry))[:_OLDEST]
+    def _link_by_issue_order(self) -> None:
+        """Make each call wait for the calls that its rank issued before it."""
+        for rows in self._waiting_at.values():
+            rows = sorted(rows, key=lambda row: (row[2].issued, row[2].entry))[:_MAX_ORDERED_CALLS]
             for later, member, then in rows:
                 for earlier, other, first in rows:
                     if later is not earlier and _before(first, then, other is member):
                         certain = first.stream == then.stream
-                        later.first.setdefault(earlier, []).append(Step(other, first, then, certain))
+                        later.blocked_by.setdefault(earlier, []).append(Dependency(other, first, then, certain))
 
-    def _link(self) -> None:
-        """A meeting waits for those in which the ranks are that it lacks."""
-        stuck = {meeting for meeting in self.meetings if meeting.lacks or meeting.first}
-        for meeting in self.meetings:
-            for away in meeting.lacking(AWAY):
-                for other, member, call in self._at.get(id(away.process), []):
+    def _link_by_missing_ranks(self) -> None:
+        """Make each sync point wait for those in which its missing ranks wait."""
+        stuck = {point for point in self.points if point.missing or point.blocked_by}
+        for point in self.points:
+            for absent in point.missing_because(NOT_ENTERED):
+                for other, member, call in self._waiting_at.get(id(absent.process), []):
                     on_stream = call.issued < member.comm.waits_at
                     certain = call.state in (INSIDE, FAILED) or on_stream
-                    if other is not meeting and (certain or other in stuck):
-                        meeting.first.setdefault(other, []).append(Step(member, call, None, certain))
+                    if other is not point and (certain or other in stuck):
+                        point.blocked_by.setdefault(other, []).append(Dependency(member, call, None, certain))
 
 
 def _gave_up(member: Member) -> list[CallRecord]:
-    """The last call of a rank, with those that were issued with it, if others have made it fail."""
+    """Return the last call of a rank and the rest of its group, if other ranks made it fail."""
     last = member.comm.last()
     if last is None or not last.gave_up:
         return []
@@ -351,53 +362,54 @@ def _before(first: CallRecord, then: CallRecord, same_comm: bool) -> bool:
     if first.group and first.group == then.group:
         return False
     if first.state == then.state and first.state in (INSIDE, FAILED):
-        return False  # in two threads
+        return False  # called by two threads
     return first.entry < then.entry if same_comm else 0 < first.issued < then.issued
 
 
-def _counted(group: Group, *ranks: int) -> bool:
-    """Whether all calls of these ranks are still recorded."""
+def _fully_recorded(group: Group, *ranks: int) -> bool:
+    """Return whether all calls of these ranks are still recorded."""
     comms = [group.members[rank].comm for rank in ranks if rank in group.members]
-    return len(comms) == len(ranks) and all(one.calls and one.calls[0].entry == 1 for one in comms)
+    return len(comms) == len(ranks) and all(comm.calls and comm.calls[0].entry == 1 for comm in comms)
 
 
-def _answered(
+def _peer_may_have_called(
     group: Group, rank: int, call: CallRecord, recorded: Mapping[tuple[str, int, int], Sequence[CallRecord]]
 ) -> bool:
-    """Whether the other side of this send or recv has come, or may have, though not all is recorded."""
+    """Return whether the peer of this send or recv has made its call, or may have, given an incomplete record."""
     peer = group.members.get(call.peer)
     if peer is None:
         return False
     if peer.comm.cut:
-        return True  # who says that it has not come must have seen all that it did
-    # That a call on a stream has completed may have been noticed late.
+        return True  # a truncated record cannot show that the call is missing
+    # Completion on a stream may be observed late, so only synchronous calls count.
     answers = recorded.get(("recv" if call.operation == "send" else "send", call.peer, rank), [])
-    done = [one.completed for one in answers if one.state == COMPLETED and one.completed == one.returned]
+    done = [answer.completed for answer in answers if answer.state == COMPLETED and answer.completed == answer.returned]
     return peer.process.machine == group.members[rank].process.machine and max(done, default=0) >= call.issued > 0
 
 
-def _reached(starts: Iterable[Meeting], after: Mapping[Meeting, Iterable[Meeting]]) -> list[Meeting]:
+def _reachable(starts: Iterable[SyncPoint], after: Mapping[SyncPoint, Iterable[SyncPoint]]) -> list[SyncPoint]:
+    """Return the start points and all points reachable from them, breadth first."""
     queue = list(dict.fromkeys(starts))
     found = set(queue)
     for node in queue:
-        fresh = [one for one in dict.fromkeys(after.get(node, ())) if one not in found]
+        fresh = [point for point in dict.fromkeys(after.get(node, ())) if point not in found]
         found.update(fresh)
         queue += fresh
     return queue
 
 
-def _shortest(start: Meeting, after: Mapping[Meeting, Iterable[Meeting]]) -> list[Meeting]:
-    """A shortest circle through a meeting; [] if it is in none."""
-    came: dict[Meeting, Meeting] = {}
+def _shortest_cycle(start: SyncPoint, after: Mapping[SyncPoint, Iterable[SyncPoint]]) -> list[SyncPoint]:
+    """Return a shortest cycle through `start`; [] if it is in none."""
+    previous: dict[SyncPoint, SyncPoint] = {}
     queue = [start]
     for node in queue:
-        for one in after[node]:
-            if one is start:
+        for point in after[node]:
+            if point is start:
                 path = [node]
                 while path[-1] is not start:
-                    path.append(came[path[-1]])
+                    path.append(previous[path[-1]])
                 return path[::-1]
-            if one not in came:
-                came[one] = node
-                queue.append(one)
+            if point not in previous:
+                previous[point] = node
+                queue.append(point)
     return []

@@ -1,24 +1,23 @@
-"""Steps with DataParallelGradients beside steps with torch's DistributedDataParallel: times, and what each hides.
+"""Compare training steps of DataParallelGradients and torch's DistributedDataParallel: time and hidden communication.
 
-Every rank is a process with one torch thread. A step is forward and backward of the same model, a stack of residual
-MLPs, on the same data, in three ways: without any communication ("compute"), with DataParallelGradients ("ours"), with
-DistributedDataParallel ("DDP"), both with buckets of --bucket-mb. In every round all of them make a step, one after the
-other, beginning with another one each time, from a moment at which all ranks begin; the slowest rank counts. Before
-that the gradients of both are compared. Figures are medians over rounds; "DDP / ours" is the median of the ratios of
-each round, with their quartiles.
+Every rank is a process with one torch thread. A step is forward and backward of a stack of residual MLPs on the same
+data: without communication ("compute"), with DataParallelGradients ("ours"), and with DistributedDataParallel ("DDP"),
+both with buckets of --bucket-mb. Each round runs a step of all three, starting with a different one, at an agreed time
+on all ranks; the slowest rank counts. The gradients of both are compared. Figures are medians over rounds;
+"DDP / ours" is the median of the ratios of each round, with quartiles.
 
-plain   ours over the host library (shared memory, or as PYNCCL_HOST_TRANSPORT says), DDP over gloo, both as they are.
-link    both over the same modelled link, whose bandwidth makes communication 40% of a step that hides nothing: T_comm,
-        the averages of all buckets alone, is 2/3 of the time of "compute". Hidden is 1 - (T - T_compute) / T_comm.
+plain   ours over the host library (shared memory, or PYNCCL_HOST_TRANSPORT), DDP over gloo, without a modelled link.
+link    both over the same modelled link. Its bandwidth makes communication 40% of a step without overlap: T_comm, the
+        time to average all buckets alone, is 2/3 of "compute". Hidden is 1 - (T - T_compute) / T_comm.
 
-The link is that of PYNCCL_HOST_LINK: an operation is given its time on a FIFO queue when it is launched, and is done no
-sooner. The host library has it built in. DDP gets it by a communication hook: it starts gloo's all_reduce of the bucket
-and reserves 2(p-1) latencies and 2(p-1)/p of its bytes of a link of its own (pynccl.host.link), as the host library
-does for an all_reduce; a thread waits for gloo and for that moment, then tells DDP. So torch, too, computes while its
-buckets travel, and hides what its order of buckets allows. T_comm is that of ours, for both: the same bytes.
+The link is the one of PYNCCL_HOST_LINK: each operation gets a slot on a FIFO queue when it is launched and completes no
+earlier than the slot ends. The host library implements it. For DDP, a communication hook starts gloo's all_reduce of
+the bucket and reserves 2(p-1) latencies and 2(p-1)/p of its bytes on a separate link (pynccl.host.link), as the host
+library does for an all_reduce; a thread waits for gloo and for the end of the slot, then completes DDP's future. So DDP
+also computes during communication. Both use our T_comm, since they send the same bytes.
 
---asleep: each layer sleeps instead of multiplying, as where a GPU computes and the cores are free. What is hidden then
-depends on the order and the size of buckets and on what their launches cost, little on other load of the machine.
+--asleep: each layer sleeps instead of multiplying, as if a GPU computed and the CPU cores were free. Hidden
+communication then depends on the order and size of the buckets and on launch costs, and little on the machine's load.
 
 examples:
   python scripts/bench/data_parallel.py --width 64 --layers 2 --rounds 3
@@ -53,8 +52,8 @@ from pynccl import Communicator, progress
 from pynccl.host.link import Link, parse, sleep_until
 from pynccl.tools import command
 
-WARM = 3  # rounds that are not counted: DDP cuts its buckets anew after the first step
-LINK_SHARE = 0.4  # of a step that hides nothing is communication
+WARM = 3  # untimed rounds: DDP rebuilds its buckets after the first step
+LINK_SHARE = 0.4  # share of communication in a step without overlap
 
 
 class Block(nn.Module):
@@ -68,7 +67,7 @@ class Block(nn.Module):
 
 
 class AsleepBlock(nn.Module):
-    """With about as many parameters."""
+    """Block that sleeps instead of computing, with about as many parameters."""
 
     def __init__(self, width: int, milliseconds: float) -> None:
         super().__init__()
@@ -82,7 +81,7 @@ class AsleepBlock(nn.Module):
 
 
 class _Asleep(torch.autograd.Function):
-    """A third of the time forward, the rest backward."""
+    """Sleep a third of the time in forward and the rest in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, seconds: float) -> Tensor:
@@ -105,46 +104,46 @@ def stack(options: argparse.Namespace) -> nn.Sequential:
 
 
 def run(rank: int, options: argparse.Namespace) -> list[list[str]]:
-    """Rows of the table: of each size of buckets, plain and over the link."""
-    both = [(bucket_mb, way) for bucket_mb in options.bucket_mb for way in (_plain, _linked)]
-    cases = progress.over(both, "measuring", "case", own=rank == 0)
-    return [way(options, bucket_mb) for bucket_mb, way in cases]
+    """Return the rows of the table: for each bucket size, plain and over the link."""
+    pairs = [(bucket_mb, row) for bucket_mb in options.bucket_mb for row in (_plain_row, _linked_row)]
+    cases = progress.over(pairs, "measuring", "case", own=rank == 0)
+    return [row(options, bucket_mb) for bucket_mb, row in cases]
 
 
-def _plain(options: argparse.Namespace, bucket_mb: float) -> list[str]:
+def _plain_row(options: argparse.Namespace, bucket_mb: float) -> list[str]:
     with linked("") as comm:
-        return _Ways(options, comm, bucket_mb, "").row()
+        return _Measurement(options, comm, bucket_mb, "").row()
 
 
-def _linked(options: argparse.Namespace, bucket_mb: float) -> list[str]:
-    """Of a bandwidth at which communication takes its part. What the ranks themselves do for it comes on top."""
+def _linked_row(options: argparse.Namespace, bucket_mb: float) -> list[str]:
+    """Measure over a link on which communication takes LINK_SHARE, plus the ranks' own work for it."""
     with linked("") as comm:
-        ways = _Ways(options, comm, bucket_mb, "")
-        compute = undisturbed(ways.compute)
-        nbytes = ways.nbytes * 2 * (comm.size - 1) / comm.size
+        plain = _Measurement(options, comm, bucket_mb, "")
+        compute = undisturbed(plain.compute)
+        nbytes = plain.nbytes * 2 * (comm.size - 1) / comm.size
     text = link_text(nbytes / (compute * LINK_SHARE / (1 - LINK_SHARE)))
     with linked(text) as comm:
-        return _Ways(options, comm, bucket_mb, text).row()
+        return _Measurement(options, comm, bucket_mb, text).row()
 
 
-class _Ways:
-    """The steps of a model, and what they take. link: "" or as PYNCCL_HOST_LINK has it."""
+class _Measurement:
+    """The steps of a model and their times. link: a value of PYNCCL_HOST_LINK, or ""."""
 
     def __init__(self, options: argparse.Namespace, comm: Communicator, bucket_mb: float, link: str) -> None:
         self.options, self.ranks, self.bucket_mb, self.link = options, comm.size, bucket_mb, link
         torch.manual_seed(0)
-        self.whole = stack(options)
-        self.nbytes = sum(one.nbytes for one in self.whole.parameters())
+        self.reference = stack(options)
+        self.nbytes = sum(parameter.nbytes for parameter in self.reference.parameters())
         torch.manual_seed(1 + comm.rank)
         self.x = torch.randn(options.rows, options.width, requires_grad=options.asleep > 0)
-        self.model = copy.deepcopy(self.whole)
+        self.model = copy.deepcopy(self.reference)
         self.ours = ad.DataParallelGradients(self.model, comm, bucket_mb * 2**20)
-        self.ddp = DistributedDataParallel(copy.deepcopy(self.whole), bucket_cap_mb=bucket_mb)
+        self.ddp = DistributedDataParallel(copy.deepcopy(self.reference), bucket_cap_mb=bucket_mb)
         if (parsed := parse(link)) is not None:
             self.ddp.register_comm_hook(_LinkedSum(parsed), _linked_sum)
 
     def compute(self) -> None:
-        self._step(self.whole, self.whole.zero_grad)
+        self._step(self.reference, self.reference.zero_grad)
 
     def _step(self, model: nn.Module, zero_grad: Callable[[], None]) -> None:
         zero_grad()
@@ -157,7 +156,7 @@ class _Ways:
             "ddp": lambda: self._step(self.ddp, self.ddp.zero_grad),
         }
         if self.link:
-            calls["comm"] = self.ours.finish  # the buckets alone
+            calls["comm"] = self.ours.finish  # averages the buckets without computation
         rounds_of(calls, WARM)
         seconds = rounds_of(calls, self.options.rounds)
         times = [f"{1e3 * statistics.median(seconds[n]):.1f}" if n in seconds else "" for n in TIMES]
@@ -167,14 +166,14 @@ class _Ways:
         return [*cells, self._hidden("ours", seconds), self._hidden("ddp", seconds), f"{self._difference():.0e}"]
 
     def _hidden(self, name: str, seconds: dict[str, list[float]]) -> str:
-        """Of the time of communication."""
+        """Return the hidden share of communication, or "" without a link."""
         if not self.link:
             return ""
         rounds = zip(seconds[name], seconds["compute"], seconds["comm"], strict=True)
         return _spread([1 - (step - compute) / comm for step, compute, comm in rounds], ".0%")
 
     def _difference(self) -> float:
-        """The largest of gradients of the two, relative to the largest entry of each. FailedError if it is no zero."""
+        """Return the largest relative difference of the gradients. Raises FailedError if it exceeds 1e-4."""
         self._step(self.model, self.ours.zero_grad)
         self._step(self.ddp, self.ddp.zero_grad)
         found = 0.0
@@ -187,7 +186,7 @@ class _Ways:
 
 
 class _LinkedSum:
-    """The average of a bucket over gloo, done no sooner than the modelled link allows."""
+    """Average a bucket over gloo, completing no earlier than the modelled link allows."""
 
     def __init__(self, link: Link) -> None:
         self.link, self.size = link, dist.get_world_size()
@@ -196,61 +195,62 @@ class _LinkedSum:
 
     def start(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         buffer = bucket.buffer().div_(self.size)
-        moment = self.link.reserve(2 * (self.size - 1), 2 * (self.size - 1) / self.size * buffer.nbytes)
+        deadline = self.link.reserve(2 * (self.size - 1), 2 * (self.size - 1) / self.size * buffer.nbytes)
         work = dist.all_reduce(buffer, async_op=True)
         done: torch.futures.Future[Tensor] = torch.futures.Future()
-        self.waiting.put((work, moment, buffer, done))
+        self.waiting.put((work, deadline, buffer, done))
         return done
 
     def _finish(self) -> None:
         while True:
-            work, moment, buffer, done = self.waiting.get()
+            work, deadline, buffer, done = self.waiting.get()
             work.wait()
-            sleep_until(moment)
+            sleep_until(deadline)
             done.set_result(buffer)
 
 
 def _linked_sum(state: _LinkedSum, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """A communication hook of DDP."""
+    """Communication hook for DDP."""
     return state.start(bucket)
 
 
-_linked_sum.__annotations__.clear()  # DDP wants types there, not their names
+_linked_sum.__annotations__.clear()  # DDP expects types, and the annotations are strings here
 
 
 # ------------------------------------------------------------------------------------------------------------- tables
 
 TIMES = ("compute", "comm", "ours", "ddp")
 HEAD = [
-    *("way", "ranks", "width x layers", "MB", "bucket MB", "compute", "comm", "ours", "DDP", "DDP / ours"),
+    *("case", "ranks", "width x layers", "MB", "bucket MB", "compute", "comm", "ours", "DDP", "DDP / ours"),
     *("hidden, ours", "hidden, DDP", "difference"),
 ]
 
 
 def _spread(found: Sequence[float], form: str) -> str:
-    """Median, and the quartiles."""
+    """Format the median and the quartiles."""
     low, median, high = statistics.quantiles(found, n=4, method="inclusive") if len(found) > 1 else [found[0]] * 3
     return f"{median:{form}} ({low:{form}} to {high:{form}})"
 
 
 def main() -> None:
-    asked = _arguments()
-    lines = [HEAD, *run_ranks(asked.ranks, run, asked)]
-    print(f"{surroundings()}; milliseconds a step\n\n{columns(lines, asked.markdown)}")
+    options = _arguments()
+    lines = [HEAD, *run_ranks(options.ranks, run, options)]
+    print(f"{surroundings()}; milliseconds per step\n\n{columns(lines, options.markdown)}")
 
 
 def _arguments() -> argparse.Namespace:
     parser = command.Parser(__doc__, failed="a rank failed, or the gradients differ")
-    whole, milliseconds = command.whole(1), command.number(0, "milliseconds")
+    positive, milliseconds = command.whole(1), command.number(0, "milliseconds")
     parser.add_argument("--ranks", type=command.whole(2, 64), default=2, help="number of processes (%(default)s)")
-    parser.add_argument("--width", type=whole, default=512, help="columns of the residual stream (%(default)s)")
-    parser.add_argument("--layers", type=whole, default=6, help="residual MLPs (%(default)s)")
-    parser.add_argument("--rows", type=whole, default=64, help="of a rank's batch (%(default)s)")
+    parser.add_argument("--width", type=positive, default=512, help="width of the residual stream (%(default)s)")
+    parser.add_argument("--layers", type=positive, default=6, help="residual MLPs (%(default)s)")
+    parser.add_argument("--rows", type=positive, default=64, help="batch size per rank (%(default)s)")
     mb = command.number(0.001, "MiB")
-    parser.add_argument("--bucket-mb", type=mb, nargs="+", default=[25.0], help="MiB of gradients at once (25)")
-    parser.add_argument("--rounds", type=whole, default=15, help="repetitions (%(default)s)")
-    parser.add_argument("--asleep", type=milliseconds, default=0.0, metavar="MS", help="sleep so long a layer instead")
-    parser.add_argument("--markdown", action="store_true", help="print a table for docs/")
+    parser.add_argument("--bucket-mb", type=mb, nargs="+", default=[25.0], help="bucket size in MiB (25)")
+    parser.add_argument("--rounds", type=positive, default=15, help="repetitions (%(default)s)")
+    sleep = "sleep MS per layer instead of computing"
+    parser.add_argument("--asleep", type=milliseconds, default=0.0, metavar="MS", help=sleep)
+    parser.add_argument("--markdown", action="store_true", help="print a Markdown table for docs/")
     return parser.parse_args()
 
 

@@ -1,22 +1,22 @@
-"""What overlap="auto" makes of tensor-parallel layers, beside every way chosen by hand.
+"""Compare overlap="auto" in tensor-parallel layers with every fixed schedule.
 
-A case is a layer, its forward pass alone or with the backward pass, and a number of rows of all ranks. "column" is
-[width -> hidden] cut by its outputs, "row" [hidden -> width] cut by its inputs, both without biases and with
-sequence_parallel=True. Every rank is a process with one torch thread. In every round all of these are measured, one
-after the other, beginning with another one each time, from a moment at which all ranks begin; the slowest rank counts:
+A case is a layer, its forward pass with or without the backward pass, and a number of rows over all ranks. "column" is
+[width -> hidden] sharded by outputs, "row" is [hidden -> width] sharded by inputs, both without biases and with
+sequence_parallel=True. Every rank is a process with one torch thread. Each round measures all of these, starting with a
+different one, at an agreed time on all ranks; the slowest rank counts:
 
     off                 the collective and the matmul one after the other
-    plain               F.linear and all_gather or reduce_scatter of pynccl_autograd, without a layer
-    bulk, slices 2, 4, 8, ring    chosen by hand, for both passes
-    auto                once it has decided; at most 30 calls go before
-    comm, mm            its collectives alone, and its matmuls alone by torch
+    plain               F.linear and pynccl_autograd's all_gather or reduce_scatter, without a layer
+    bulk, slices 2, 4, 8, ring    fixed schedules, for both passes
+    auto                after it has decided, in at most 30 calls
+    comm, mm            only the collectives, and only the matmuls in torch
 
-All have to give the results of "off" before they are timed. A ratio is the median of the rounds' ratios. The efficiency
-of "auto" is (T_off - T) / min(T_comm, T_mm), likewise. A case has so many rounds as fit into 3 seconds, 4 at least and
---rounds at most; in each, calls that are short are repeated for about 20 ms, 5 times at most.
+The results of all are compared with "off" before timing. A ratio is the median of the ratios of the rounds, and so is
+the efficiency of "auto", (T_off - T) / min(T_comm, T_mm). A case runs as many rounds as fit into 3 seconds, at least 4
+and at most --rounds. In each round short calls are repeated for about 20 ms, at most 5 times.
 
-Communication takes the time of a modelled link (PYNCCL_HOST_LINK), whose bandwidth is chosen for each case such that
-T_comm is --balance times T_mm, or of none.
+Communication runs over a modelled link (PYNCCL_HOST_LINK), whose bandwidth is chosen for each case so that T_comm is
+--balance times T_mm, or over none.
 
 examples:
   python scripts/bench/overlap.py --rows 16 --balance 1 none --width 8 --hidden 12 --rounds 3
@@ -45,18 +45,18 @@ from pynccl import Communicator, progress
 from pynccl.tools import command
 from pynccl_autograd import OverlapConfig
 
-BY_HAND = {"off": OverlapConfig("off"), "bulk": OverlapConfig("bulk")}
-BY_HAND |= {f"slices {chunks}": OverlapConfig("slices", chunks=chunks) for chunks in (2, 4, 8)}
-BY_HAND |= {"ring": OverlapConfig("ring")}
-WARM = 30  # calls in which "auto" has to decide
-LEAST_ROUNDS, SECONDS, BATCH_SECONDS, MOST_CALLS = 4, 3.0, 0.02, 5
-GAIN = 0.92  # of T_off: who takes less gains 8% or more
+FIXED = {"off": OverlapConfig("off"), "bulk": OverlapConfig("bulk")}
+FIXED |= {f"slices {chunks}": OverlapConfig("slices", chunks=chunks) for chunks in (2, 4, 8)}
+FIXED |= {"ring": OverlapConfig("ring")}
+WARM = 30  # calls within which "auto" must decide
+MIN_ROUNDS, SECONDS, BATCH_SECONDS, MAX_CALLS = 4, 3.0, 0.02, 5
+GAIN = 0.92  # ratio to T_off below which a schedule gains 8% or more
 Step = Callable[[], tuple[Tensor, ...]]
 Times = Mapping[str, Sequence[float]]
 
 
 class Case(NamedTuple):
-    """balance: T_comm / T_mm; None without a modelled link"""
+    """A case. balance: T_comm / T_mm, or None without a modelled link."""
 
     rows: int
     layer: str
@@ -72,8 +72,13 @@ class Case(NamedTuple):
         return f"{layer}, {passes}, {rows} rows, T_comm/T_mm {balance}"
 
 
-class Found(NamedTuple):
-    """What was measured. calls: until "auto" had decided; chosen: what, forward and backward; times: of each round."""
+class Result(NamedTuple):
+    """Result of a case.
+
+    calls   number of calls until "auto" decided
+    chosen  its schedules, forward and backward
+    times   seconds of each round
+    """
 
     case: Case
     calls: int
@@ -81,13 +86,13 @@ class Found(NamedTuple):
     times: Times
 
     def ratio(self, one: str, other: str = "off") -> float:
-        """Of each round; the median."""
+        """Return the median ratio over the rounds."""
         return statistics.median(a / b for a, b in zip(self.times[one], self.times[other], strict=True))
 
     @property
     def best(self) -> str:
-        """The fastest of those chosen by hand."""
-        return min(BY_HAND, key=self.ratio)
+        """The fastest fixed schedule."""
+        return min(FIXED, key=self.ratio)
 
     @property
     def efficiency(self) -> float:
@@ -98,37 +103,37 @@ class Found(NamedTuple):
 # ------------------------------------------------------------------------------------------------------- on each rank
 
 
-def run(rank: int, cases: Sequence[Case], options: argparse.Namespace) -> list[Found]:
+def run(rank: int, cases: Sequence[Case], options: argparse.Namespace) -> list[Result]:
     torch.manual_seed(1 + rank)
-    return [_Measured(case, options).found() for case in progress.over(cases, "measuring", "case", own=rank == 0)]
+    return [_Measurement(case, options).result() for case in progress.over(cases, "measuring", "case", own=rank == 0)]
 
 
-class _Measured:
+class _Measurement:
     """The measurement of one case."""
 
     def __init__(self, case: Case, options: argparse.Namespace) -> None:
         self.case, self.options = case, options
-        self.part, inner = case.rows // options.ranks, options.hidden // options.ranks
+        self.local_rows, inner = case.rows // options.ranks, options.hidden // options.ranks
         self.column = case.layer == "column"
         n, k = (inner, options.width) if self.column else (options.width, inner)
-        self.x = torch.randn(self.part if self.column else case.rows, k).requires_grad_(case.backward)
-        self.gy = torch.randn(case.rows if self.column else self.part, n)
+        self.x = torch.randn(self.local_rows if self.column else case.rows, k).requires_grad_(case.backward)
+        self.gy = torch.randn(case.rows if self.column else self.local_rows, n)
         self.weight = nn.Parameter(torch.randn(n, k) * k**-0.5)
-        self.whole, self.g_whole = torch.randn(case.rows, k), torch.randn(case.rows, n)
+        self.full_x, self.full_gy = torch.randn(case.rows, k), torch.randn(case.rows, n)
 
-    def found(self) -> Found:
+    def result(self) -> Result:
         case = self.case
         with linked(self._link()) as comm:
             auto = self._layer(comm, "auto")
-            steps: dict[str, Step] = {name: self._step(self._layer(comm, way)) for name, way in BY_HAND.items()}
+            steps: dict[str, Step] = {name: self._step(self._layer(comm, fixed)) for name, fixed in FIXED.items()}
             steps |= {"plain": self._step(self._plain(comm)), "auto": self._step(auto)}
-            calls = settled(steps["auto"], [auto])
+            calls = calls_until_settled(steps["auto"], [auto])
             check_equal(str(case), steps)
             times = _timed({**steps, "comm": self._collectives(comm), "mm": self.matmuls}, self.options.rounds)
-            return Found(case, calls, [one.way for one in ad.overlap.decisions(auto)], times)
+            return Result(case, calls, [one.schedule for one in ad.overlap.decisions(auto)], times)
 
     def _link(self) -> str:
-        """On which the case's collectives take `balance` times as long as its matmuls."""
+        """Return the link on which the case's collectives take `balance` times as long as its matmuls."""
         if self.case.balance is None:
             return ""
         steps = (1 + self.case.backward) * (self.options.ranks - 1)
@@ -152,34 +157,34 @@ class _Measured:
             with torch.no_grad():
                 return (layer(self.x),)
 
-        def both() -> tuple[Tensor, ...]:
+        def forward_backward() -> tuple[Tensor, ...]:
             y = layer(self.x)
             return y.detach(), *torch.autograd.grad(y, (self.x, self.weight), self.gy)
 
-        return both if self.case.backward else forward
+        return forward_backward if self.case.backward else forward
 
     def matmuls(self) -> None:
         with torch.no_grad():
-            self.whole @ self.weight.t()
+            self.full_x @ self.weight.t()
             if self.case.backward:
-                self.g_whole @ self.weight
-                self.g_whole.t() @ self.whole
+                self.full_gy @ self.weight
+                self.full_gy.t() @ self.full_x
 
     def _collectives(self, comm: Communicator) -> Callable[[], None]:
-        """Those of the case, of tensors of their own."""
-        part, whole = torch.randn(self.part, self.options.width), torch.randn(self.case.rows, self.options.width)
+        """Return a function that runs the collectives of the case, on separate tensors."""
+        shard, full = torch.randn(self.local_rows, self.options.width), torch.randn(self.case.rows, self.options.width)
 
         def call() -> None:
             if self.column or self.case.backward:
-                comm.all_gather(part, whole)
+                comm.all_gather(shard, full)
             if not self.column or self.case.backward:
-                comm.reduce_scatter(whole, part)
+                comm.reduce_scatter(full, shard)
 
         return call
 
 
-def settled(step: Step, layers: Sequence[nn.Module]) -> int:
-    """After how many calls "auto" has decided for good, on all ranks; one more than WARM if not in those."""
+def calls_until_settled(step: Step, layers: Sequence[nn.Module]) -> int:
+    """Return the number of calls after which "auto" has settled on all ranks, or WARM + 1."""
     for number in range(1, WARM + 1):
         step()
         if not slowest(not all(one.settled for layer in layers for one in ad.overlap.decisions(layer))):
@@ -188,77 +193,77 @@ def settled(step: Step, layers: Sequence[nn.Module]) -> int:
 
 
 def check_equal(what: str, steps: Mapping[str, Step]) -> None:
-    """Every way computes the same. AssertionError with its name."""
-    expected = [one.clone() for one in steps["off"]()]
+    """Check that all schedules compute the same. Raises AssertionError with the name of the schedule."""
+    results = [tensor.clone() for tensor in steps["off"]()]
     for name, step in steps.items():
-        for one, found in zip(expected, step(), strict=True):
-            near, says = 1e-3 * float(one.abs().max()), f"{what}: the results of {name} are not those of off"
-            torch.testing.assert_close(found, one, rtol=1e-3, atol=near, msg=says)
+        for expected, found in zip(results, step(), strict=True):
+            atol, message = 1e-3 * float(expected.abs().max()), f"{what}: the results of {name} differ from off"
+            torch.testing.assert_close(found, expected, rtol=1e-3, atol=atol, msg=message)
 
 
-def _timed(calls: Mapping[str, Callable[[], Any]], most: int) -> dict[str, list[float]]:
-    """In so many rounds, of so many calls each, as their time allows. All ways have run before."""
-    one = slowest(min(measure(calls["off"]) for _ in range(3)))
-    batch = max(1, min(MOST_CALLS, round(BATCH_SECONDS / one)))
-    rounds = max(LEAST_ROUNDS, int(SECONDS / (len(calls) * batch * one)))
-    return rounds_of(calls, min(rounds, most), batch)
+def _timed(calls: Mapping[str, Callable[[], Any]], max_rounds: int) -> dict[str, list[float]]:
+    """Return seconds per call of each round, with as many rounds and calls as time allows. All calls have warmed up."""
+    seconds = slowest(min(measure(calls["off"]) for _ in range(3)))
+    batch = max(1, min(MAX_CALLS, round(BATCH_SECONDS / seconds)))
+    rounds = max(MIN_ROUNDS, int(SECONDS / (len(calls) * batch * seconds)))
+    return rounds_of(calls, min(rounds, max_rounds), batch)
 
 
 # ------------------------------------------------------------------------------------------------------------- tables
 
 
-def case_lines(found: Sequence[Found]) -> list[list[str]]:
-    """Times as ratios to "off"."""
-    ways = [*list(BY_HAND)[1:], "plain", "auto"]
-    head = ["layer", "pass", "rows", "comm/mm", "off ms", *ways[:-1], "auto/off", "auto/best", "eff.", "calls"]
+def case_lines(found: Sequence[Result]) -> list[list[str]]:
+    """Return the table of cases, with times as ratios to "off"."""
+    names = [*list(FIXED)[1:], "plain", "auto"]
+    head = ["layer", "pass", "rows", "comm/mm", "off ms", *names[:-1], "auto/off", "auto/best", "eff.", "calls"]
     lines = [[*head, "chosen"]]
     for one in found:
         *cells, balance = one.case.cells()
         cells += [f"{balance} ({one.ratio('comm', 'mm'):.2f})", f"{statistics.median(one.times['off']) * 1e3:.1f}"]
-        cells += [f"{one.ratio(name):.2f}" for name in ways]
+        cells += [f"{one.ratio(name):.2f}" for name in names]
         efficiency = "" if one.case.balance is None else f"{one.efficiency:.2f}"
         cells += [f"{one.ratio('auto', one.best):.2f}", efficiency, str(one.calls), ", ".join(one.chosen) or "-"]
         lines.append(cells)
     return lines
 
 
-def bound_lines(found: Sequence[Found]) -> list[list[str]]:
-    """What has to hold, and the worst case of each."""
+def bound_lines(found: Sequence[Result]) -> list[list[str]]:
+    """Return the table of bounds, each with its worst case."""
     gaining = [one for one in found if one.ratio(one.best) <= GAIN]
     declined = [one for one in found if set(one.chosen) <= {"off"}]
     balanced = [one for one in found if one.case.balance == 1 and one.case.rows >= 1024]
-    forward, backward = ([one for one in balanced if one.case.backward is way] for way in (False, True))
-    of_balanced = "T_comm = T_mm, 1024 rows and more"
+    forward = [one for one in balanced if not one.case.backward]
+    backward = [one for one in balanced if one.case.backward]
+    condition = "T_comm = T_mm, 1024 rows or more"
     return [
-        ["bound", "asked for", "worst", "case", ""],
+        ["bound", "limit", "worst", "case", ""],
         _bound("auto / off", 1.05, found, lambda one: one.ratio("auto")),
         _bound(
-            "auto / best by hand, where that gains 8% or more", 1.10, gaining, lambda one: one.ratio("auto", one.best)
+            "auto / best fixed schedule, if it gains 8% or more", 1.10, gaining, lambda one: one.ratio("auto", one.best)
         ),
-        _bound(f"efficiency, forward, {of_balanced}", -0.75, forward, lambda one: -one.efficiency),
-        _bound(f"efficiency, + backward, {of_balanced}", -0.8, backward, lambda one: -one.efficiency),
+        _bound(f"efficiency, forward, {condition}", -0.75, forward, lambda one: -one.efficiency),
+        _bound(f"efficiency, + backward, {condition}", -0.8, backward, lambda one: -one.efficiency),
         _bound("calls until decided", 25, found, lambda one: one.calls),
         _bound("auto that chose off / F.linear and collective", 1.02, declined, lambda one: one.ratio("auto", "plain")),
     ]
 
 
-def _bound(what: str, most: float, found: Sequence[Found], figure: Callable[[Found], float]) -> list[str]:
-    """`most` that the figure may be; where it is negative, the other way round: the least that -figure may be."""
-    asked = f"<= {most:g}" if most > 0 else f">= {-most:g}"
+def _bound(what: str, max_: float, found: Sequence[Result], figure: Callable[[Result], float]) -> list[str]:
+    """Return a row for the upper bound `max_` of the figure. A negative `max_` is a lower bound of -figure."""
+    limit = f"<= {max_:g}" if max_ > 0 else f">= {-max_:g}"
     if not found:
-        return [what, asked, "", "no case", "PASS"]
+        return [what, limit, "", "no case", "PASS"]
     worst = max(found, key=figure)
-    return [what, asked, f"{abs(figure(worst)):.3f}", str(worst.case), "PASS" if figure(worst) <= most else "FAIL"]
+    return [what, limit, f"{abs(figure(worst)):.3f}", str(worst.case), "PASS" if figure(worst) <= max_ else "FAIL"]
 
 
 def main() -> None:
-    asked = _arguments()
-    cases = [Case(*one) for one in itertools.product(asked.rows, asked.layer, (False, True), asked.balance)]
-    found = run_ranks(asked.ranks, run, cases, asked)
-    print("\n\n".join(columns(lines, asked.markdown) for lines in (case_lines(found), bound_lines(found))))
-    print(
-        f"\n{surroundings()}; {asked.ranks} ranks, width {asked.width}, hidden {asked.hidden}. Ways are ratios to off."
-    )
+    options = _arguments()
+    sizes = itertools.product(options.rows, options.layer, (False, True), options.balance)
+    found = run_ranks(options.ranks, run, [Case(*one) for one in sizes], options)
+    print("\n\n".join(columns(lines, options.markdown) for lines in (case_lines(found), bound_lines(found))))
+    figures = f"{options.ranks} ranks, width {options.width}, hidden {options.hidden}"
+    print(f"\n{surroundings()}; {figures}. The columns of schedules are ratios to off.")
 
 
 def _balance(text: str) -> float | None:
@@ -267,21 +272,23 @@ def _balance(text: str) -> float | None:
 
 def _arguments() -> argparse.Namespace:
     parser = command.Parser(__doc__, failed="a rank failed")
-    whole = command.whole(1)
+    positive = command.whole(1)
     parser.add_argument("--ranks", type=command.whole(2, 64), default=2, help="number of processes (%(default)s)")
-    parser.add_argument("--rows", type=whole, nargs="+", default=[64, 256, 1024, 4096], help="of all ranks")
-    parser.add_argument("--layer", nargs="+", choices=("column", "row"), default=["column", "row"], help="(both)")
+    rows = "total rows of all ranks (64 256 1024 4096)"
+    parser.add_argument("--rows", type=positive, nargs="+", default=[64, 256, 1024, 4096], help=rows)
+    layers = "layers to measure (both)"
+    parser.add_argument("--layer", nargs="+", choices=("column", "row"), default=["column", "row"], help=layers)
     parser.add_argument("--balance", type=_balance, nargs="+", default=[0.5, 1.0, 2.0, None], metavar="RATIO",
                         help="T_comm / T_mm of the modelled link, or none (0.5 1 2 none)")  # fmt: skip
-    parser.add_argument("--rounds", type=whole, default=51, help="of a case, at most (%(default)s)")
-    parser.add_argument("--width", type=whole, default=1024, help="features of what travels (%(default)s)")
-    parser.add_argument("--hidden", type=whole, default=4096, help="features between the layers (%(default)s)")
-    parser.add_argument("--markdown", action="store_true", help="print tables for docs/")
-    asked = parser.parse_args()
-    for name, value in (*(("rows", rows) for rows in asked.rows), ("hidden", asked.hidden)):
-        if value % asked.ranks:
-            parser.error(f"--{name} is {value}, expected a multiple of {asked.ranks} ranks")
-    return asked
+    parser.add_argument("--rounds", type=positive, default=51, help="maximum number of rounds per case (%(default)s)")
+    parser.add_argument("--width", type=positive, default=1024, help="input and output features (%(default)s)")
+    parser.add_argument("--hidden", type=positive, default=4096, help="features between the layers (%(default)s)")
+    parser.add_argument("--markdown", action="store_true", help="print Markdown tables for docs/")
+    options = parser.parse_args()
+    for name, value in (*(("rows", rows) for rows in options.rows), ("hidden", options.hidden)):
+        if value % options.ranks:
+            parser.error(f"--{name} is {value}, expected a multiple of {options.ranks} ranks")
+    return options
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Steps of a Llama of Hugging Face's library: pynccl_autograd.parallelize beside torch's parallelize_module.
+"""Compare training steps of a Hugging Face Llama: pynccl_autograd.parallelize and torch's parallelize_module.
 
-On the CPU, over gloo on both sides (ours: the host library), in the same processes; steps alternate, and the slowest
-rank counts. Each step is forward, backward, what has to be summed besides, the norm of the gradients, and SGD. The
-first steps compare losses.
+Both run on the CPU in the same processes, ours over the host library and torch over gloo. Steps alternate, and the
+slowest rank counts. Each step is forward, backward, the remaining gradient sums, the gradient norm, and SGD. The first
+steps compare the losses.
 
 examples:
   torchrun --standalone --nproc-per-node=2 scripts/bench/parallelize.py --width 64 --layers 1 --seq 32 --rounds 3
@@ -46,15 +46,16 @@ HEADS, KV_HEADS, WORDS, BATCH, WARM = 8, 4, 1024, 2, 2
 
 def main() -> None:
     parser = command.Parser(__doc__, failed="a rank failed, or the losses differ")
-    whole = command.whole(1)
-    parser.add_argument("--width", type=whole, nargs="+", default=[256], help="columns of the residual stream (256)")
-    parser.add_argument("--layers", type=whole, default=2, help="blocks (%(default)s)")
-    parser.add_argument("--seq", type=whole, default=128, help="words in a sequence (%(default)s)")
-    parser.add_argument("--rounds", type=whole, default=15, help="steps that are timed (%(default)s)")
-    parser.add_argument("--gather-logits", action="store_true", help="ours: all logits on every rank, as torch has")
+    positive = command.whole(1)
+    parser.add_argument("--width", type=positive, nargs="+", default=[256], help="width of the residual stream (256)")
+    parser.add_argument("--layers", type=positive, default=2, help="transformer blocks (%(default)s)")
+    parser.add_argument("--seq", type=positive, default=128, help="tokens per sequence (%(default)s)")
+    parser.add_argument("--rounds", type=positive, default=15, help="timed steps (%(default)s)")
+    gather = "ours: gather all logits on every rank, as torch's plan does"
+    parser.add_argument("--gather-logits", action="store_true", help=gather)
     options = parser.parse_args()
     if "RANK" not in os.environ:
-        parser.error("run it by torchrun: torchrun --standalone --nproc-per-node=2 scripts/bench/parallelize.py")
+        parser.error("not launched by torchrun: torchrun --standalone --nproc-per-node=2 scripts/bench/parallelize.py")
     if problem := _problem(options, int(os.environ["WORLD_SIZE"])):
         parser.error(problem)
     torch.set_num_threads(1)
@@ -66,31 +67,31 @@ def main() -> None:
 
 
 def _problem(options: argparse.Namespace, ranks: int) -> str:
-    """What does not fit together; "" if all does."""
+    """Return the error of invalid options, or ""."""
     if importlib.util.find_spec("transformers") is None:
         return 'transformers is not installed: pip install -e ".[hf]"'
     if KV_HEADS % ranks:
-        return f"{ranks} ranks: expected 1, 2 or {KV_HEADS}, among which {KV_HEADS} heads of keys and values are cut"
-    sizes = [*(("width", one, 2 * HEADS) for one in options.width), ("seq", options.seq, ranks)]
-    wrong = (f"--{name} is {size}, expected a multiple of {by}" for name, size, by in sizes if size % by)
-    return next(wrong, "")
+        return f"{ranks} ranks: expected 1, 2 or {KV_HEADS}, which divide the {KV_HEADS} key-value heads"
+    sizes = [*(("width", width, 2 * HEADS) for width in options.width), ("seq", options.seq, ranks)]
+    errors = (f"--{name} is {size}, expected a multiple of {base}" for name, size, base in sizes if size % base)
+    return next(errors, "")
 
 
 def measure(options: argparse.Namespace, width: int, comm: pynccl.Communicator) -> None:
     torch.manual_seed(0)
-    whole = build(options, width)
+    model = build(options, width)
     ids = torch.randint(WORDS, (BATCH, options.seq))
-    ours = ad.parallelize(copy.deepcopy(whole), comm, ad.plans.llama, gather_logits=options.gather_logits)
-    theirs = with_dtensor(copy.deepcopy(whole), comm.size)
-    ways = {
-        "parallelize": stepper(ours, ids, lambda: ad.finish_gradients(ours), ad.clip_grad_norm_),
-        "parallelize_module": stepper(theirs, ids, lambda: None, torch.nn.utils.clip_grad_norm_),
+    ours = ad.parallelize(copy.deepcopy(model), comm, ad.plans.llama, gather_logits=options.gather_logits)
+    theirs = parallelize_with_dtensor(copy.deepcopy(model), comm.size)
+    steps = {
+        "parallelize": make_step(ours, ids, lambda: ad.finish_gradients(ours), ad.clip_grad_norm_),
+        "parallelize_module": make_step(theirs, ids, lambda: None, torch.nn.utils.clip_grad_norm_),
     }
     for _ in range(WARM):
-        ours_loss, their_loss = (way() for way in ways.values())
-        if abs(ours_loss - their_loss) > 1e-3 * abs(their_loss):
-            raise command.FailedError(f"the losses differ: {ours_loss} and {their_loss}")
-    times = rounds_of(ways, options.rounds)
+        our_loss, their_loss = (step() for step in steps.values())
+        if abs(our_loss - their_loss) > 1e-3 * abs(their_loss):
+            raise command.FailedError(f"the losses differ: {our_loss} and {their_loss}")
+    times = rounds_of(steps, options.rounds)
     if comm.rank == 0:
         medians = {name: statistics.median(found) for name, found in times.items()}
         row = ", ".join(f"{name} {1000 * seconds:.1f} ms" for name, seconds in medians.items())
@@ -98,13 +99,13 @@ def measure(options: argparse.Namespace, width: int, comm: pynccl.Communicator) 
         print(f"width {width}, {comm.size} ranks, load {os.getloadavg()[0]:.1f}: {row}, ratio {ratio:.2f}", flush=True)
 
 
-def stepper(model: Any, ids: torch.Tensor, finish: Callable[[], None], clip: Any) -> Callable[[], float]:
+def make_step(model: Any, ids: torch.Tensor, finish: Callable[[], None], clip: Any) -> Callable[[], float]:
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    places = torch.arange(ids.shape[1]).unsqueeze(0)
+    positions = torch.arange(ids.shape[1]).unsqueeze(0)
 
     def step() -> float:
         optimizer.zero_grad()
-        loss = model(input_ids=ids, labels=ids, position_ids=places, use_cache=False).loss
+        loss = model(input_ids=ids, labels=ids, position_ids=positions, use_cache=False).loss
         loss.backward()
         finish()
         clip(model.parameters(), 1.0)
@@ -132,8 +133,8 @@ def build(options: argparse.Namespace, width: int) -> Any:
     )
 
 
-def with_dtensor(model: Any, ranks: int) -> Any:
-    """What torchtitan's plan does, for the module names of transformers."""
+def parallelize_with_dtensor(model: Any, ranks: int) -> Any:
+    """Apply torchtitan's plan to the module names of transformers."""
     mesh = init_device_mesh("cpu", (ranks,))
     parallelize_module(
         model,
@@ -144,14 +145,14 @@ def with_dtensor(model: Any, ranks: int) -> Any:
             "lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
         },
     )
-    wants: dict[str, Any] = {"input_kwarg_layouts": {"hidden_states": Shard(1)}}
+    layouts: dict[str, Any] = {"input_kwarg_layouts": {"hidden_states": Shard(1)}}
     for layer in model.model.layers:
         parallelize_module(
             layer,
             mesh,
             {
                 "input_layernorm": SequenceParallel(),
-                "self_attn": PrepareModuleInput(**wants, desired_input_kwarg_layouts={"hidden_states": Replicate()}),
+                "self_attn": PrepareModuleInput(**layouts, desired_input_kwarg_layouts={"hidden_states": Replicate()}),
                 "self_attn.q_proj": ColwiseParallel(),
                 "self_attn.k_proj": ColwiseParallel(),
                 "self_attn.v_proj": ColwiseParallel(),

@@ -1,4 +1,4 @@
-"""What the benchmarks on rank processes share: the processes, links between them, times of calls, where it ran."""
+"""Shared by the benchmarks on rank processes: starting ranks, modelled links, timing, tables, and the environment."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from pynccl.host.link import VARIABLE as LINK
 from pynccl.tools import command
 
 Call = Callable[[], Any]
-LATENCY = 50e-6  # seconds a step, of the modelled link
+LATENCY = 50e-6  # seconds per step of the modelled link
 
 
 def run_ranks(ranks: int, fn: Callable[..., Any], *arguments: Any) -> Any:
-    """What fn(0, *arguments) returns, run on so many processes. FailedError with the first error of a rank."""
+    """Run fn(rank, *arguments) on `ranks` processes and return rank 0's result. Raises FailedError if a rank fails."""
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        try:  # a fork has all modules already, and this process has started no threads of torch
+        try:  # fork avoids importing the modules again; it is safe since torch has started no threads here
             start_processes(_run, (ranks, folder, fn, arguments), ranks, daemon=True, start_method="fork")
         except ProcessException as error:
             raise command.FailedError(str(error).strip()) from None
@@ -53,7 +53,10 @@ def _run(rank: int, ranks: int, folder: str, fn: Callable[..., Any], arguments: 
 
 @contextlib.contextmanager
 def linked(link: str) -> Iterator[Communicator]:
-    """A communicator of all ranks over the modelled link; "": over none. Each reads the variable when it is made."""
+    """Yield a communicator of all ranks over the modelled link, or over none for "".
+
+    The communicator reads the environment variable when it is created.
+    """
     os.environ[LINK] = link
     try:
         with Communicator.from_process_group(device="cpu") as comm:
@@ -63,25 +66,27 @@ def linked(link: str) -> Iterator[Communicator]:
 
 
 def link_text(bandwidth: float) -> str:
-    """As PYNCCL_HOST_LINK has it.   bandwidth in bytes/s"""
+    """Return the value of PYNCCL_HOST_LINK for a bandwidth in bytes/s."""
     return f"latency={LATENCY * 1e6:g}us,bandwidth={bandwidth / 1e6:.4f}MB/s"
 
 
 def link_for(seconds: float, steps: int, nbytes: float) -> str:
-    """The link on which so many bytes a rank take so long, in so many steps."""
+    """Return the link on which `nbytes` per rank take `seconds` in `steps` steps."""
     return link_text(nbytes / max(seconds - steps * LATENCY, 1e-4))
 
 
 def slowest(value: float) -> float:
-    """The largest of all ranks."""
+    """Return the maximum over all ranks."""
     found = torch.tensor([value], dtype=torch.float64)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return float(found)
 
 
 def measure(call: Call, batch: int = 1) -> float:
-    """Seconds per call of a batch, of the slowest rank, from a moment at which all begin: a barrier alone lets them go
-    one after the other."""
+    """Return seconds per call of a batch on the slowest rank.
+
+    All ranks begin at an agreed time, since they leave a barrier one after the other.
+    """
     start = slowest(time.perf_counter() + 0.001 + 0.0005 * dist.get_world_size())
     time.sleep(max(start - time.perf_counter(), 0.0))
     for _ in range(batch):
@@ -90,7 +95,7 @@ def measure(call: Call, batch: int = 1) -> float:
 
 
 def undisturbed(call: Call) -> float:
-    """Seconds of a call: the best of three, once the best of the next three is within 5% of it."""
+    """Return the seconds of a call: the best of three, repeated until two such values agree within 5%."""
     found = 0.0
     for _ in range(10):
         before, found = found, min(measure(call) for _ in range(3))
@@ -100,7 +105,7 @@ def undisturbed(call: Call) -> float:
 
 
 def rounds_of(calls: Mapping[str, Call], rounds: int, batch: int = 1) -> dict[str, list[float]]:
-    """Seconds per call, one number per round: in each, all of them in turn, beginning with another one every time."""
+    """Return seconds per call, one number per round. Each round runs all calls, starting with a different one."""
     names = list(calls)
     times: dict[str, list[float]] = {name: [] for name in names}
     for number in range(rounds):
@@ -111,7 +116,7 @@ def rounds_of(calls: Mapping[str, Call], rounds: int, batch: int = 1) -> dict[st
 
 
 def columns(lines: Sequence[Sequence[str]], markdown: bool) -> str:
-    """A table of these cells, its head first, for docs/ or for a terminal."""
+    """Format cells, header first, as a Markdown or plain-text table."""
     if markdown:
         rows = ["| " + " | ".join(line) + " |" for line in lines]
         return "\n".join([rows[0], "|---" + "|---:" * (len(lines[0]) - 1) + "|", *rows[1:]])
@@ -120,7 +125,7 @@ def columns(lines: Sequence[Sequence[str]], markdown: bool) -> str:
 
 
 def surroundings() -> str:
-    """Command, date, machine and versions."""
+    """Return the command, date, machine and versions of this run."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     script = Path(sys.argv[0]).resolve()

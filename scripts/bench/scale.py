@@ -1,9 +1,9 @@
-"""How soon a hang among many ranks is reported, and whether all of them name the one that is missing.
+"""Measure how soon a hang among many ranks is reported, and check that all ranks name the missing one.
 
-The ranks are threads of a few processes, at one real TCPStore, on a stub library whose collectives return at once, or
-block in C until they are let go. All but one enter an all_reduce that the last one never enters: it has a process of
-its own, whose main thread stays in next_batch(). The watchdogs of the processes find that out by themselves, through
-the store alone: their files lie in folders of their own, as on several machines. Needs a C compiler and torch.
+The ranks are threads of a few processes that share one real TCPStore. They run on a stub library whose collectives
+return immediately, or block in C until they are released. All ranks but the last enter an all_reduce; the last rank
+never does, since its process stays in next_batch(). The watchdogs find this through the store only, because their files
+are in separate folders, as on separate nodes. Needs a C compiler and torch.
 
 examples:
   python scripts/bench/scale.py --ranks 4 --processes 2 --timeout 1
@@ -52,7 +52,7 @@ static int set(int *flag, int value) {
   pthread_mutex_unlock(&lock);
   return 0;
 }
-/* From now on collectives block, or those that block return. */
+/* 1: collectives block from now on; 0: release them. */
 void stub_hold(int value) { set(&held, value); }
 int ncclAllReduce(const void *send, void *recv, size_t count, int type, int op, comm_t comm, void *stream) {
   pthread_mutex_lock(&lock);
@@ -64,17 +64,17 @@ int ncclCommAbort(comm_t comm) { return set(&comm->aborted, 1); }
 """
 
 
-# One process, with a part of the ranks
+# One process with some of the ranks
 
 
 def child(port: int, first: int, last: int, nranks: int, library_path: str) -> None:
-    """Ranks first to last - 1. All make some calls; then all but the last one of the job enter one more."""
+    """Run ranks first to last - 1. All make some calls; then all but the last rank of the job enter one more."""
     import torch
     import torch.distributed as dist
 
     store = dist.PrefixStore("job", dist.TCPStore("127.0.0.1", port, is_master=False))
     library = pynccl.load(library_path)
-    library.is_host = True  # its buffers are CPU memory: no GPU is looked for
+    library.is_host = True  # use CPU memory and do not look for a GPU
     stub, tensor = ctypes.CDLL(library_path), torch.zeros(1)
     calling, hang, end = [threading.Event() for _ in range(first, last)], threading.Event(), threading.Event()
 
@@ -96,7 +96,7 @@ def child(port: int, first: int, last: int, nranks: int, library_path: str) -> N
         one.wait()
     stub.stub_hold(1)
     store.add("ready", last - first)
-    while not store.check(["hang"]):  # by looks: who waits in a store's client lets no other thread use it
+    while not store.check(["hang"]):  # poll: a blocking wait would lock the store's client for other threads
         time.sleep(0.05)
     hang.set()
     next_batch(store)
@@ -107,7 +107,7 @@ def child(port: int, first: int, last: int, nranks: int, library_path: str) -> N
 
 
 def next_batch(store: Any) -> None:
-    """Where the main thread of each process stays, that of the missing rank too."""
+    """Block the main thread of each process, including the missing rank's, until the hang is reported."""
     while not store.check(["reported"]):
         time.sleep(0.1)
 
@@ -116,7 +116,7 @@ def next_batch(store: Any) -> None:
 
 
 class Job:
-    """The processes of all ranks but the last one, and one for that; each writes what its watchdog says into a file."""
+    """The processes of all ranks but the last, and one for the last. Each writes its watchdog's reports to a file."""
 
     def __init__(self, nranks: int, port: int, library: Path, options: argparse.Namespace) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYNCCL_WATCH_TIMEOUT": f"{options.timeout:g}"}
@@ -126,29 +126,29 @@ class Job:
         bounds = [(nranks - 1) * i // processes for i in range(processes + 1)] + [nranks]
         self.processes: dict[Path, subprocess.Popen[str]] = {}
         for number, (first, last) in enumerate(itertools.pairwise(bounds)):
-            part = ["--child", str(port), str(first), str(last), str(nranks), "--library", str(library)]
+            arguments = ["--child", str(port), str(first), str(last), str(nranks), "--library", str(library)]
             folder = library.parent / f"{nranks}-{number}"
-            said = folder.with_suffix(".txt")
-            with said.open("w") as file:
-                words, own = [sys.executable, __file__, *part], environment | {"PYNCCL_WATCH_DIR": str(folder)}
-                self.processes[said] = subprocess.Popen(words, stderr=file, text=True, env=own)
+            log = folder.with_suffix(".txt")
+            with log.open("w") as file:
+                words, env = [sys.executable, __file__, *arguments], environment | {"PYNCCL_WATCH_DIR": str(folder)}
+                self.processes[log] = subprocess.Popen(words, stderr=file, text=True, env=env)
 
     def reports(self) -> dict[int, str]:
-        """The verdict of each rank that has printed it, and its own stack behind it."""
+        """Return the verdict of each rank that has printed one."""
         found: dict[int, str] = {}
-        for said in self.processes:
-            for rank, verdict in REPORT.findall(said.read_text()):
+        for log in self.processes:
+            for rank, verdict in REPORT.findall(log.read_text()):
                 found[int(rank)] = "\n".join(line.strip() for line in verdict.splitlines())
         return found
 
     def wait_until(self, done: Callable[[], bool], seconds: float) -> None:
-        """FailedError if a process fails meanwhile."""
+        """Wait until done() or the timeout. Raises FailedError if a process fails."""
         end = time.monotonic() + seconds
         while not done() and time.monotonic() < end:
-            for said, process in self.processes.items():
+            for log, process in self.processes.items():
                 if code := process.poll():
-                    text = "\n".join(said.read_text().splitlines()[-30:])
-                    raise command.FailedError(f"a process ended with exit code {code}:\n{text}")
+                    text = "\n".join(log.read_text().splitlines()[-30:])
+                    raise command.FailedError(f"a process exited with code {code}:\n{text}")
             time.sleep(0.05)
 
     def end(self) -> None:
@@ -158,7 +158,7 @@ class Job:
 
 
 def measure(nranks: int, library: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """A job of so many ranks; what is printed of it."""
+    """Run a job of `nranks` ranks and return its row of the table."""
     import torch.distributed as dist
 
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -193,22 +193,24 @@ def measure(nranks: int, library: Path, options: argparse.Namespace) -> dict[str
 def table(rows: list[dict[str, Any]]) -> str:
     head = ("ranks", "reports", "first", "last")
     lines = [head, *([f"{row[name]:.1f}" if name in head[2:] else str(row[name]) for name in head] for row in rows)]
-    said = [
-        f"\n{row['ranks']}: {row['reports']} ranks that wait have said:\n" + "\n".join(row["texts"]) for row in rows
-    ]
-    return "\n".join(["Seconds past the timeout of the call.\n", columns(lines, markdown=True), *said])
+    reports = [f"\n{row['ranks']}: {row['reports']} waiting ranks report:\n" + "\n".join(row["texts"]) for row in rows]
+    return "\n".join(["Seconds after the timeout of the call.\n", columns(lines, markdown=True), *reports])
 
 
 def main() -> None:
     parser = command.Parser(__doc__, failed="a process failed")
     parser.add_argument(
-        "--ranks", type=command.whole(2, 4096), nargs="+", default=[16, 128, 1024], help="sizes (default 16 128 1024)"
+        "--ranks",
+        type=command.whole(2, 4096),
+        nargs="+",
+        default=[16, 128, 1024],
+        help="sizes (default 16 128 1024)",
     )
     parser.add_argument(
         "--timeout", type=command.number(0.1, "seconds"), default=3.0, help="PYNCCL_WATCH_TIMEOUT (default 3)"
     )
     parser.add_argument(
-        "--processes", type=command.whole(1, 256), default=8, help="of which the ranks are threads (default 8)"
+        "--processes", type=command.whole(1, 256), default=8, help="processes to divide the ranks among (default 8)"
     )
     parser.add_argument("--child", type=int, nargs=4, help=argparse.SUPPRESS)
     parser.add_argument("--library", help=argparse.SUPPRESS)

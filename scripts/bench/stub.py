@@ -1,4 +1,4 @@
-"""A libnccl that computes nothing, compiled for a benchmark: it makes communicators, all else returns 0."""
+"""Compile a stub libnccl for benchmarks: it creates communicators, and every other function just returns 0."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ int ncclCommUserRank(comm_t comm, int *out) { *out = comm->rank; return 0; }
 
 
 def compile_stub(folder: Path, source: str, *options: str) -> Path:
-    """The library, with the functions of `source`, under the name by which other bindings find one that is loaded."""
+    """Compile the stub with the functions of `source`. Its soname lets other bindings find the loaded library."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
-        raise FileNotFoundError("a stub library is compiled: install a C compiler (cc or gcc)")
+        raise FileNotFoundError("no C compiler to compile the stub library; install cc or gcc")
     target = folder / "libnccl.so.2"
     (folder / "stub.c").write_text(COMMON + source)
-    # Weak, so that those with a body win. `()` takes any arguments in C11, as it no longer does in C23.
+    # Weak, so that the definitions in `source` win. `()` accepts any arguments in C11, but not in C23.
     plain = "".join(f"__attribute__((weak)) int {name}() {{ return 0; }}\n" for name in abi.FUNCTIONS)
     (folder / "plain.c").write_text(plain)
     words = [compiler, "-O2", "-std=gnu11", "-w", "-shared", "-fPIC", f"-Wl,-soname,{target.name}", *options]

@@ -1,10 +1,10 @@
-"""torch.distributed over "pynccl" beside torch.distributed over gloo, on the CPU: collectives, messages, steps.
+"""Compare torch.distributed over "pynccl" and over gloo on the CPU: collectives, send/recv, and training steps.
 
-Every rank is a process with one torch thread and a group of each backend. In every round both make a batch of calls,
-or a step, one after the other, beginning with another one each time; the slowest rank counts. Figures are medians over
-rounds; "gloo / pynccl" is the median of the ratios of each round. A step is forward, backward and SGD: of DDP with an
-MLP, of FSDP2 (fully_shard) with a small Llama (transformers; left out where that is missing). "memory" is the largest
-resident size of rank 0 in a process of its own for each backend, which makes all of these calls.
+Every rank is a process with one torch thread and a process group of each backend. Each round runs a batch of calls, or
+a step, of both backends, starting with a different one; the slowest rank counts. Figures are medians over rounds;
+"gloo / pynccl" is the median of the ratios of each round. A step is forward, backward and SGD: DDP with an MLP, and
+FSDP2 (fully_shard) with a small Llama, if transformers is installed. "memory" is the peak resident size of rank 0, in
+a separate process for each backend, after all of these calls.
 
 examples:
   python scripts/bench/torch_backend.py --rounds 3 --sizes 16
@@ -38,32 +38,32 @@ from pynccl.tools import command
 
 BACKENDS = ("gloo", "pynccl")
 HEAD = ["call", "bytes", *BACKENDS, "gloo / pynccl"]
-BATCH_BYTES = 1 << 22  # of calls that are timed together: so many small ones that a clock sees them
+BATCH_BYTES = 1 << 22  # bytes of the calls that are timed together, so that small calls are measurable
 Call = Callable[[], Any]
 
 
 def calls_of(group: Any, nbytes: int) -> dict[str, Call]:
-    """The collectives on buffers of so many bytes, and a message to the next rank, of a group."""
+    """Return the group's collectives on buffers of `nbytes`, and a send to the next rank."""
     rank, ranks = group.rank(), group.size()
-    part = torch.ones(max(nbytes // 4, 1))
-    whole = torch.ones(ranks * part.numel())
+    shard = torch.ones(max(nbytes // 4, 1))
+    full = torch.ones(ranks * shard.numel())
 
     def ring() -> None:
         works = [
-            dist.isend(part, (rank + 1) % ranks, group),
-            dist.irecv(whole[: part.numel()], (rank - 1) % ranks, group),
+            dist.isend(shard, (rank + 1) % ranks, group),
+            dist.irecv(full[: shard.numel()], (rank - 1) % ranks, group),
         ]
         for work in works:
             assert work is not None
             work.wait()
 
     return {
-        "all_reduce": lambda: dist.all_reduce(part, group=group),
-        "all_reduce, async": lambda: dist.all_reduce(part, group=group, async_op=True).wait(),
-        "all_gather": lambda: dist.all_gather_into_tensor(whole, part, group=group),
-        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, group=group),
-        "broadcast": lambda: dist.broadcast(part, 0, group=group),
-        "all_to_all": lambda: dist.all_to_all_single(torch.empty_like(whole), whole, group=group),
+        "all_reduce": lambda: dist.all_reduce(shard, group=group),
+        "all_reduce, async": lambda: dist.all_reduce(shard, group=group, async_op=True).wait(),
+        "all_gather": lambda: dist.all_gather_into_tensor(full, shard, group=group),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(shard, full, group=group),
+        "broadcast": lambda: dist.broadcast(shard, 0, group=group),
+        "all_to_all": lambda: dist.all_to_all_single(torch.empty_like(full), full, group=group),
         "isend, irecv": ring,
     }
 
@@ -106,14 +106,14 @@ def _step(model: nn.Module, x: torch.Tensor, result: Callable[[Any], torch.Tenso
 
 
 def run(rank: int, options: argparse.Namespace) -> list[list[str]]:
-    """Rows of the table."""
+    """Return the rows of the table."""
     groups = {name: dist.new_group(backend=name) for name in BACKENDS}
     rows = []
     for nbytes in progress.over(options.sizes, "measuring", "size", own=rank == 0):
-        ways = {name: calls_of(group, nbytes) for name, group in groups.items()}
+        calls = {name: calls_of(group, nbytes) for name, group in groups.items()}
         batch = max(1, min(100, BATCH_BYTES // nbytes))
-        for call in ways["gloo"]:
-            rows.append([call, f"{nbytes:,}", *_row({name: ways[name][call] for name in BACKENDS}, options, batch)])
+        for call in calls["gloo"]:
+            rows.append([call, f"{nbytes:,}", *_row({name: calls[name][call] for name in BACKENDS}, options, batch)])
     steps = {name: steps_of(group) for name, group in groups.items()}
     for call in steps["gloo"]:
         rows.append([call, "", *_row({name: steps[name][call] for name in BACKENDS}, options, 3)])
@@ -131,7 +131,7 @@ def _row(calls: dict[str, Call], options: argparse.Namespace, batch: int) -> lis
 
 
 def memory(rank: int, options: argparse.Namespace, backend: str) -> int:
-    """Largest resident size of this rank, in KiB, after all calls of one backend."""
+    """Return the peak resident size of this rank in KiB, after all calls of one backend."""
     group = dist.new_group(backend=backend)
     for nbytes in options.sizes:
         for call in calls_of(group, nbytes).values():
@@ -149,12 +149,12 @@ def main() -> None:
     parser.add_argument("--ranks", type=command.whole(2, 64), default=2, help="number of processes (%(default)s)")
     parser.add_argument("--sizes", type=command.whole(1), nargs="+", default=[16, 1 << 20, 1 << 24], help="bytes")
     parser.add_argument("--rounds", type=command.whole(1), default=15, help="repetitions (%(default)s)")
-    parser.add_argument("--markdown", action="store_true", help="print a table for docs/")
-    asked = parser.parse_args()
-    rows = run_ranks(asked.ranks, run, copy.copy(asked))
-    largest = [run_ranks(asked.ranks, memory, asked, name) / 1024 for name in BACKENDS]
-    rows.append(["memory, MiB", "", *(f"{one:,.0f}" for one in largest), f"{largest[0] / largest[1]:.2f}"])
-    print(f"{surroundings()}; {asked.ranks} ranks, microseconds\n\n{columns([HEAD, *rows], asked.markdown)}")
+    parser.add_argument("--markdown", action="store_true", help="print a Markdown table for docs/")
+    options = parser.parse_args()
+    rows = run_ranks(options.ranks, run, copy.copy(options))
+    peaks = [run_ranks(options.ranks, memory, options, name) / 1024 for name in BACKENDS]
+    rows.append(["memory, MiB", "", *(f"{peak:,.0f}" for peak in peaks), f"{peaks[0] / peaks[1]:.2f}"])
+    print(f"{surroundings()}; {options.ranks} ranks, microseconds\n\n{columns([HEAD, *rows], options.markdown)}")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""A checkpoint that does not know how many ranks wrote it: saved by all of them, loaded by none, one, and fewer.
+"""Save a checkpoint that does not depend on the number of ranks, and load it with torch alone and on fewer ranks.
 
     torchrun --standalone --nproc-per-node=3 scripts/examples/checkpoint.py
     checkpoint: saved by 3 ranks, loaded by torch alone and by a model on 2: the outputs agree
 
-`ad.full_state_dict` gathers the cut parameters under the names and in the shapes of the unsharded model, so that torch
-alone can load the file. `ad.load_full_state_dict` gives each rank its part again, of any number of ranks; rank 0 reads
-the file and the others pass None, so no other machine has to see it. `ad.save_full_state_dict(model, folder)` writes
-large models tensor by tensor, `ad.full_optimizer_state_dict` is for the optimizer.
+`ad.full_state_dict` gathers the sharded parameters with the names and shapes of the unsharded model, so that torch can
+load the file. `ad.load_full_state_dict` gives each rank its shard, on any number of ranks; rank 0 reads the file and
+the other ranks pass None, so only rank 0 needs access to it. For large models, `ad.save_full_state_dict(model, folder)`
+writes tensor by tensor. `ad.full_optimizer_state_dict` is for the optimizer.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch import nn
 import pynccl
 import pynccl_autograd as ad
 
-WIDTH, HIDDEN = 8, 840  # which up to 8 ranks can share evenly
+WIDTH, HIDDEN = 8, 840  # 840 is divisible by 1 to 8 ranks
 
 
 def unsharded() -> nn.Sequential:
     return nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH)).double()
 
 
-def cut(comm: pynccl.Communicator) -> nn.Sequential:
+def sharded(comm: pynccl.Communicator) -> nn.Sequential:
     up = ad.ColumnParallelLinear(WIDTH, HIDDEN, comm, dtype=torch.float64)
     return nn.Sequential(up, nn.GELU(), ad.RowParallelLinear(HIDDEN, WIDTH, comm, dtype=torch.float64))
 
@@ -36,9 +36,9 @@ def read(file: io.BytesIO) -> dict[str, torch.Tensor]:
     return torch.load(file, weights_only=True)
 
 
-def loaded(comm: pynccl.Communicator, file: io.BytesIO | None, x: torch.Tensor) -> torch.Tensor:
-    """What another model, cut over the ranks of comm, makes of x with the file's weights."""
-    model = cut(comm)
+def load_and_run(comm: pynccl.Communicator, file: io.BytesIO | None, x: torch.Tensor) -> torch.Tensor:
+    """Load the weights into a new model, sharded over the ranks of comm, and return its output for x."""
+    model = sharded(comm)
     ad.load_full_state_dict(model, None if file is None else read(file))
     return model(x).detach()
 
@@ -46,9 +46,9 @@ def loaded(comm: pynccl.Communicator, file: io.BytesIO | None, x: torch.Tensor) 
 def main(comm: pynccl.Communicator) -> str:
     torch.manual_seed(0)
     x = torch.randn(5, WIDTH, dtype=torch.float64)
-    model = cut(comm)
+    model = sharded(comm)
     y = model(x.to(comm.device)).detach()
-    state = ad.full_state_dict(model)  # every rank calls it, rank 0 gets it, on the CPU
+    state = ad.full_state_dict(model)  # every rank calls it; rank 0 gets the result, on the CPU
     file = io.BytesIO() if comm.rank == 0 else None  # or a path
     if file is not None:
         torch.save(state, file)
@@ -56,12 +56,12 @@ def main(comm: pynccl.Communicator) -> str:
     fewer = comm.split(0 if comm.rank < half else None)
     if fewer is not None:
         with fewer:
-            again = loaded(fewer, file, x.to(comm.device))
-        torch.testing.assert_close(again, y)
+            loaded = load_and_run(fewer, file, x.to(comm.device))
+        torch.testing.assert_close(loaded, y)
     if file is not None:
-        alone = unsharded()
-        alone.load_state_dict(read(file))  # torch knows nothing of ranks
-        torch.testing.assert_close(alone(x).detach(), y.cpu())
+        reference = unsharded()
+        reference.load_state_dict(read(file))  # plain torch
+        torch.testing.assert_close(reference(x).detach(), y.cpu())
     return f"checkpoint: saved by {comm.size} ranks, loaded by torch alone and by a model on {half}: the outputs agree"
 
 

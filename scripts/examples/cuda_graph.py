@@ -1,16 +1,16 @@
-"""A step with a collective in it, captured into a CUDA graph and replayed on new data: one launch for all of it.
+"""Capture a step with a collective in a CUDA graph and replay it on new data with a single launch.
 
     torchrun --standalone --nproc-per-node=2 scripts/examples/cuda_graph.py
     cuda_graph: no CUDA graph on cpu: a plan was replayed 3 times on new data, and the results are right
 
-Without a GPU there are no graphs, and the script says so; `comm.plan`, a prepared collective, is then replayed instead,
-which saves the checks of a call on any device. What a capture asks for:
+Without a GPU there are no graphs; the script then replays `comm.plan` instead, a prepared collective, which skips the
+checks of a call on any device. A capture has these requirements:
 
-- the memory stays: new data is copied into the tensors that were captured
-- one call before it: NCCL connects the ranks in the first one, which takes long and cannot be captured
-- capture_error_mode="thread_local": other threads, such as the watchdog, may call CUDA meanwhile
-- reset() before the communicator's end, which waits for every graph that holds it
-- no barrier(), and no PYNCCL_CHECK=1: both wait for the other ranks, and raise within a capture
+- Keep the memory: copy new data into the captured tensors.
+- Make one call before the capture: NCCL connects the ranks in the first call, which is slow and cannot be captured.
+- Use capture_error_mode="thread_local", because other threads, such as the watchdog, can call CUDA meanwhile.
+- Call reset() before destroying the communicator, which waits for all graphs that use it.
+- Do not use barrier() or PYNCCL_CHECK=1: both wait for the other ranks, and raise during a capture.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def value(rank: int, replay: int) -> float:
 
 
 def captured(x: Tensor, comm: pynccl.Communicator) -> list[float]:
-    """What each replay of y = all_reduce(2 x) + 1 has as its first element."""
+    """Return the first element of y = all_reduce(2 x) + 1 for each replay of a graph."""
     comm.all_reduce(x)
     torch.cuda.synchronize(comm.device)
     graph = torch.cuda.CUDAGraph()
@@ -44,7 +44,7 @@ def captured(x: Tensor, comm: pynccl.Communicator) -> list[float]:
 
 
 def planned(x: Tensor, comm: pynccl.Communicator) -> list[float]:
-    """The same with a plan, which has the collective alone; its buffers stay, too."""
+    """Do the same with a plan, which contains only the collective and also keeps its buffers."""
     doubled, y = torch.empty_like(x), torch.empty_like(x)
     plan = comm.plan.all_reduce(doubled, y)
     found = []
@@ -61,8 +61,8 @@ def main(comm: pynccl.Communicator) -> str:
     expected = [2 * sum(value(rank, replay) for rank in range(comm.size)) + 1 for replay in range(REPLAYS)]
     if found != expected:
         raise AssertionError(f"rank {comm.rank}: {found}, expected {expected}")
-    what = "a captured graph" if x.is_cuda else f"no CUDA graph on {comm.device}: a plan"
-    return f"cuda_graph: {what} was replayed {REPLAYS} times on new data, and the results are right"
+    replayed = "a captured graph" if x.is_cuda else f"no CUDA graph on {comm.device}: a plan"
+    return f"cuda_graph: {replayed} was replayed {REPLAYS} times on new data, and the results are right"
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""A layer of one's own: the cumulative sum along a sequence that is cut over the ranks, differentiated in two ways.
+"""Write a custom differentiable layer in two ways: the cumulative sum along a sequence that is sharded over ranks.
 
     torchrun --standalone --nproc-per-node=2 scripts/examples/custom_layer.py
     custom_layer: by hand and composed: values, gradients, adjoint and second derivatives are right
 
-`CumulativeSum` is a torch.autograd.Function around calls of the communicator, its adjoint written by hand: an output is
-the sum of the inputs before it, so an input's gradient is the sum of the gradients behind it, the same in reverse.
-`composed` is made of ad.all_gather, whose adjoint is known. Both are compared with torch.cumsum of the whole sequence,
-check_adjoint says whether the backward pass is the adjoint, check_gradients compares with finite differences.
+`CumulativeSum` is a torch.autograd.Function around calls of the communicator with an adjoint written by hand: an output
+is the sum of the inputs up to it, so an input's gradient is the sum of the output gradients from it on, in reverse.
+`composed` uses ad.all_gather, which is differentiable. Both are compared with torch.cumsum of the full sequence.
+check_adjoint checks that the backward pass is the adjoint, check_gradients compares with finite differences.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from torch import Tensor
 import pynccl
 import pynccl_autograd as ad
 
-ROWS, WIDTH = 3, 2  # of the sequence on each rank
+ROWS, WIDTH = 3, 2  # rows of the sequence on each rank, features
 
 
 class CumulativeSum(torch.autograd.Function):
-    """Sum of all rows up to each one, or with `reverse` from each one on.
+    """Sum of all rows up to each row, or with `reverse` from each row on.
 
-    forward    x [s, d]  ->  y [s, d]    y = cumsum(x) + the sum of the ranks before
-    backward   g [s, d]  ->  [s, d]      the same in reverse: a Function again, so it can be differentiated twice
+    forward    x [s, d]  ->  y [s, d]    y = cumsum(x) + the sum of the previous ranks
+    backward   g [s, d]  ->  [s, d]      the same in reverse; applies the Function, so it can be differentiated twice
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: pynccl.Communicator, reverse: bool = False) -> Tensor:
         ctx.comm, ctx.reverse = comm, reverse
-        totals = comm.all_gather(x.sum(0)).view(comm.size, -1)  # no graph in here: plain collectives
+        totals = comm.all_gather(x.sum(0)).view(comm.size, -1)  # autograd records nothing here
         if reverse:
             return x.flip(0).cumsum(0).flip(0) + totals[comm.rank + 1 :].sum(0)
         return x.cumsum(0) + totals[: comm.rank].sum(0)
@@ -48,16 +48,16 @@ def by_hand(x: Tensor, comm: pynccl.Communicator) -> Tensor:
 
 
 def composed(x: Tensor, comm: pynccl.Communicator) -> Tensor:
-    """Each rank goes on with sums of its own, so the gradients of what was gathered are summed: "sum"."""
+    """Each rank uses the gathered totals in its own way, so their gradients are summed: grad="sum"."""
     totals = ad.all_gather(x.sum(0, keepdim=True), comm, grad="sum")
     return x.cumsum(0) + totals[: comm.rank].sum(0)
 
 
 def main(comm: pynccl.Communicator) -> str:
-    whole, weights = torch.randn(2, comm.size * ROWS, WIDTH, generator=torch.Generator().manual_seed(0)).double()
-    x, w = (each.chunk(comm.size)[comm.rank].to(comm.device) for each in (whole, weights))
-    expected = whole.requires_grad_().cumsum(0)
-    (gradient,) = torch.autograd.grad((expected * weights).sum(), whole)
+    sequence, weights = torch.randn(2, comm.size * ROWS, WIDTH, generator=torch.Generator().manual_seed(0)).double()
+    x, w = (tensor.chunk(comm.size)[comm.rank].to(comm.device) for tensor in (sequence, weights))
+    expected = sequence.requires_grad_().cumsum(0)
+    (gradient,) = torch.autograd.grad((expected * weights).sum(), sequence)
     for layer in (by_hand, composed):
         leaf = x.clone().requires_grad_()
         y = layer(leaf, comm)

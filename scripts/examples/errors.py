@@ -1,11 +1,11 @@
-"""What mistakes look like: bad arguments, calls that disagree, a rank that never comes; and that the job can go on.
+"""Show the errors of common mistakes: bad arguments, mismatched calls, a missing rank. The job continues after each.
 
     torchrun --standalone --nproc-per-node=2 scripts/examples/errors.py
-    errors: 6 mistakes on 2 ranks, and the job goes on:
+    errors: 6 mistakes on 2 ranks, and the job continues:
 
-Bad arguments are TypeError or ValueError, raised before anything is launched. What NCCL refuses, or what concerns other
-ranks, is a pynccl.NcclError. With PYNCCL_CHECK=1, read when a communicator is made, calls that disagree are an error on
-all ranks; without it, they may return wrong numbers or never. An init has a deadline, `timeout=` in seconds.
+Bad arguments raise TypeError or ValueError before anything is launched. Errors from NCCL and errors that involve other
+ranks are pynccl.NcclError. PYNCCL_CHECK=1, read when a communicator is created, makes mismatched calls an error on all
+ranks; without it they can return wrong numbers or hang. Initialization has a deadline, `timeout=` in seconds.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ def indivisible(comm: pynccl.Communicator) -> None:
     comm.reduce_scatter(torch.ones(comm.size * 3 + 1, device=comm.device))
 
 
-def no_such_rank(comm: pynccl.Communicator) -> None:
+def invalid_root(comm: pynccl.Communicator) -> None:
     comm.broadcast(torch.ones(3, device=comm.device), root=comm.size)
 
 
-def counts_that_disagree(comm: pynccl.Communicator) -> None:
+def mismatched_counts(comm: pynccl.Communicator) -> None:
     comm.all_reduce(torch.ones(3 if comm.rank == 0 else 4, device=comm.device))
 
 
-def a_rank_that_never_comes(comm: pynccl.Communicator) -> None:
+def missing_rank(comm: pynccl.Communicator) -> None:
     device = None if comm.device == "cpu" else comm.device
-    pynccl.Communicator.init(2, pynccl.get_unique_id(), 0, device=device, timeout=1.0)  # nobody is rank 1
+    pynccl.Communicator.init(2, pynccl.get_unique_id(), 0, device=device, timeout=1.0)  # rank 1 never joins
 
 
 MISTAKES: dict[Callable[[pynccl.Communicator], None], type[Exception]] = {
     transposed: ValueError,
     booleans: TypeError,
     indivisible: ValueError,
-    no_such_rank: ValueError,
-    counts_that_disagree: pynccl.NcclInvalidUsage,
-    a_rank_that_never_comes: pynccl.NcclTimeout,
+    invalid_root: ValueError,
+    mismatched_counts: pynccl.NcclInvalidUsage,
+    missing_rank: pynccl.NcclTimeout,
 }
 
 
@@ -57,19 +57,19 @@ def main(comm: pynccl.Communicator) -> str:
     os.environ["PYNCCL_CHECK"] = "1"
     checked = comm.split(0)
     assert checked is not None
-    said = []
+    lines = []
     with checked:
         for mistake, expected in MISTAKES.items():
             try:
                 mistake(checked)
-                if comm.size > 1:  # alone, a rank divides everything and agrees with itself
+                if comm.size > 1:  # on a single rank some of these calls are valid
                     raise AssertionError(f"{mistake.__name__} passed without an error")
             except expected as error:
                 text = str(error).replace("\n", "\n  ")
-                said.append(f"{mistake.__name__}: {type(error).__name__}: {text}")
-            total = checked.all_reduce(torch.ones(3, device=comm.device))  # the communicator is in order
+                lines.append(f"{mistake.__name__}: {type(error).__name__}: {text}")
+            total = checked.all_reduce(torch.ones(3, device=comm.device))  # the communicator still works
             torch.testing.assert_close(total.cpu(), torch.full((3,), float(comm.size)))
-    return "\n".join([f"errors: {len(said)} mistakes on {comm.size} ranks, and the job goes on:", *said])
+    return "\n".join([f"errors: {len(lines)} mistakes on {comm.size} ranks, and the job continues:", *lines])
 
 
 if __name__ == "__main__":

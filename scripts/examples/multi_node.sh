@@ -1,22 +1,22 @@
 #!/usr/bin/env bash
-# A program on several machines, a rank per GPU, by each of the three launchers that there are. SCRIPT may be hello.py.
+# Start a program on several nodes, one rank per GPU, with one of three launchers. SCRIPT can be hello.py.
 #
-#   multi_node.sh torchrun HEAD NODES RANKS SCRIPT [ARG ...]    the same line on every machine: HEAD is the name of one of
-#                                                               them, RANKS how many each has
-#   sbatch --nodes=2 --ntasks-per-node=8 multi_node.sh srun SCRIPT [ARG ...]            or srun within salloc
+#   multi_node.sh torchrun HEAD NODES RANKS SCRIPT [ARG ...]    run the same command on every node: HEAD is the name of
+#                                                               one of them, RANKS the number of ranks per node
+#   sbatch --nodes=2 --ntasks-per-node=8 multi_node.sh srun SCRIPT [ARG ...]            or srun inside salloc
 #   multi_node.sh mpirun HOST:RANKS,HOST:RANKS SCRIPT [ARG ...]                         Open MPI, MPICH, Intel MPI
 #
-# pynccl.init() needs RANK, WORLD_SIZE, LOCAL_RANK (which GPU), MASTER_ADDR and MASTER_PORT, where rank 0 can be reached.
-# torchrun sets them; SLURM and MPI have names of their own for the first three, which are handed on below. Every rank has
-# to see all GPUs of its machine: leave out --gpus-per-task, which shows it one. PYTHON (python3) is the interpreter, PORT
-# (29500) the port. Several networks: NCCL_SOCKET_IFNAME=eth0. What NCCL does: NCCL_DEBUG=INFO.
+# pynccl.init() needs RANK, WORLD_SIZE, LOCAL_RANK (selects the GPU), and MASTER_ADDR and MASTER_PORT, where rank 0 is
+# reachable. torchrun sets them; SLURM and MPI use other names for the first three, which this script translates. Every
+# rank must see all GPUs of its node: omit --gpus-per-task, which hides them. PYTHON (python3) is the interpreter,
+# PORT (29500) the port. With several networks, set NCCL_SOCKET_IFNAME=eth0. NCCL_DEBUG=INFO logs what NCCL does.
 set -euo pipefail
 
 PYTHON=${PYTHON:-python3}
 export MASTER_PORT=${PORT:-29500}
 usage() { sed -n '2,/^$/s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 
-# In each rank: the launcher's names, as a launch has them.
+# Translates the launcher's variable names on each rank.
 AS_RANK='export RANK=${SLURM_PROCID:-${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-}}}
 export WORLD_SIZE=${SLURM_NTASKS:-${OMPI_COMM_WORLD_SIZE:-${PMI_SIZE:-}}}
 export LOCAL_RANK=${SLURM_LOCALID:-${OMPI_COMM_WORLD_LOCAL_RANK:-${MPI_LOCALRANKID:-}}}
@@ -43,7 +43,7 @@ mpirun)
     hosts=$2
     shift 2
     export MASTER_ADDR=${hosts%%[:,]*}
-    case $(mpirun --version) in # each hands on what is named
+    case $(mpirun --version) in # each forwards only the variables named
     *"Open MPI"*) forward=(-x MASTER_ADDR -x MASTER_PORT) ;;
     *) forward=(-genvlist MASTER_ADDR,MASTER_PORT) ;;
     esac

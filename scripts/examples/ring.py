@@ -1,18 +1,19 @@
-"""A ring on two streams: blocks travel round the ranks on one while the block that is there is worked on, on the other.
+"""Pass blocks around a ring of ranks on one stream while another stream computes on the block that has arrived.
 
     torchrun --standalone --nproc-per-node=2 scripts/examples/ring.py
     ring: 2 blocks have passed every rank, and their weighted sum is right
 
-Each rank sends the block that it has to the next rank and receives that of the rank before, in one group: as two
-launches every rank would wait in its send for a recv that nobody has come to. After N - 1 steps all have seen all.
+In each step every rank sends its block to the next rank and receives one from the previous rank, in one group: as two
+launches, every rank would block in its send, because no rank reaches its recv. After N - 1 steps all ranks have seen
+all blocks.
 
-Streams are ordered by nothing but the waits. There are two a step, and each is needed:
+Only the waits order the streams. Each step needs two:
 
-    side.wait(current)    the transfer overwrites the buffer that the work of the step before reads; in the first step,
-                          it sends the block that the current stream has filled
-    current.wait(side)    the work of the next step reads what the transfer brings
+    side.wait(current)    the transfer overwrites the buffer that the previous step's computation reads; in the first
+                          step, it sends the block that the current stream has filled
+    current.wait(side)    the next step's computation reads the received block
 
-On a CPU the caller works and is never ahead of himself, so only the second can be missed there; on a GPU both.
+On a CPU the caller computes synchronously, so only a missing second wait causes errors; on a GPU either does.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor
 
 import pynccl
 
-COUNT = 1 << 16  # elements of a block
+COUNT = 1 << 16  # elements per block
 
 
 def block_of(rank: int) -> Tensor:
@@ -30,25 +31,25 @@ def block_of(rank: int) -> Tensor:
 
 
 def use(total: Tensor, block: Tensor, source: int) -> None:
-    """The work on a block, on the current stream: here so little that it hides nothing."""
+    """Compute on a block, on the current stream; here too little to hide communication."""
     total.add_(block, alpha=1.0 + source)
 
 
 def ring(own: Tensor, comm: pynccl.Communicator) -> Tensor:
-    """The sum of all ranks' blocks, that of rank r times 1 + r."""
+    """Return the sum over ranks r of (1 + r) times rank r's block."""
     side = pynccl.create_stream(comm.device)
-    following, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    here, there, total = own.clone(), torch.full_like(own, torch.nan), torch.zeros_like(own)
+    following, previous = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    block, received, total = own.clone(), torch.full_like(own, torch.nan), torch.zeros_like(own)
     for step in range(comm.size):
         if step < comm.size - 1:
             side.wait(pynccl.current_stream(comm.device))
             with pynccl.group():
-                comm.send(here, following, stream=side)
-                comm.recv(there, before, stream=side)
-        use(total, here, (comm.rank - step) % comm.size)  # beside the transfer, which reads the same block
+                comm.send(block, following, stream=side)
+                comm.recv(received, previous, stream=side)
+        use(total, block, (comm.rank - step) % comm.size)  # during the transfer, which reads the same block
         if step < comm.size - 1:
             pynccl.current_stream(comm.device).wait(side)
-        here, there = there, here
+        block, received = received, block
     return total
 
 

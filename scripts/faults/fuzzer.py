@@ -1,15 +1,15 @@
-"""Random programs, calls and models on ranks, each compared with what one process finds, or refused clearly.
+"""Run random programs, calls and models on ranks, and compare the results with those of a single process.
 
-autograd  programs of differentiable collectives, in every mode of torch: values and derivatives are those of the same
-          program written as plain operations on all ranks' tensors
-calls     nonsense as arguments of every public call, on all ranks alike: each call is right, or raises an error that
-          names the argument and what was expected, and leaves the communicator usable
-models    models of transformers made parallel by random plans: outputs and gradients are those of the unsharded
-          model, or every rank refuses the plan before anything is changed
-overlap   overlapped matmuls and layers, with what programs do around them: results are those of F.linear
+autograd  programs of differentiable collectives, in every mode of torch: values and derivatives must equal those of the
+          same program written as plain operations on all ranks' tensors
+calls     every public call with invalid arguments, the same on all ranks: each call must return the right result, or
+          raise an error that names the argument and the expected value, and leave the communicator usable
+models    transformers models parallelized by random plans: outputs and gradients must equal those of the unsharded
+          model, or every rank must reject the plan before it changes the model
+overlap   overlapped matmuls and layers in typical programs: results must equal those of F.linear
 
-What is drawn is in tests/support/fuzz. A failure prints what was drawn, and the seed that replays it with --runs 1. A
-rank that hangs or dies is a failure.
+The generators are in tests/support/fuzz. A failure prints the generated case and the seed that repeats it with
+--runs 1. A rank that hangs or dies is a failure.
 
 examples:
   python scripts/faults/fuzzer.py autograd --runs 2 --modes plain,vmap --ranks 2
@@ -35,10 +35,13 @@ from pynccl.tools import command
 os.environ.setdefault("PYNCCL_LIBRARY", "host")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 TESTS = Path(__file__).resolve().parents[2] / "tests"
-sys.path[:0] = [str(TESTS / "support"), str(TESTS / "autograd")]  # before this folder, which has a ranks.py, too
+sys.path[:0] = [str(TESTS / "support"), str(TESTS / "autograd")]  # before this folder, which also has a ranks.py
 
-EXAMPLES = 3  # of failing calls that are printed of each kind
-PRELOADED = {"autograd": "torch._dynamo", "models": "transformers"}  # once, in the process that forks the ranks
+EXAMPLES = 3  # failing calls to print per kind of failure
+PRELOADED = {
+    "autograd": "torch._dynamo",
+    "models": "transformers",
+}  # imported once, before forking ranks
 
 
 def fuzz_autograd(pool: Any, options: argparse.Namespace) -> bool:
@@ -46,7 +49,7 @@ def fuzz_autograd(pool: Any, options: argparse.Namespace) -> bool:
 
     modes = options.modes.split(",") if options.modes else MODES
     if unknown := [mode for mode in modes if mode not in MODES]:
-        raise ValueError(f"--modes: {unknown[0]!r} is none, expected some of {', '.join(MODES)}")
+        raise ValueError(f"--modes: unknown mode {unknown[0]!r}; expected some of {', '.join(MODES)}")
     failed = False
     for mode in modes:
         found = fuzz(pool, mode, seeds(options), options.ranks, timeout=options.timeout)
@@ -71,7 +74,9 @@ def fuzz_calls(pool: Any, options: argparse.Namespace) -> bool:
             if shown[record.outcome, place] <= EXAMPLES:
                 bar.line(f"{record.outcome}: {record.text}   (--seed {record.seed})\n      {record.message}")
 
-        found = fuzz(pool, seeds(options), options.ranks[0], timeout=options.timeout, tell=report, done=bar.step)
+        found = fuzz(
+            pool, seeds(options), options.ranks[0], timeout=options.timeout, on_failure=report, on_done=bar.step
+        )
     for outcome in (*GOOD, *BAD):
         print(f"{outcome:10s} {found.counts[outcome]:6d}")
     return bool(found.bad)
@@ -84,12 +89,12 @@ def fuzz_models(pool: Any, options: argparse.Namespace) -> bool:
     for failure in found.failures:
         print(failure, end="\n\n")
     for text, count in found.refusals.most_common():
-        print(f"refused {count} x {text}")
-    ways = found.ways
+        print(f"rejected {count} x {text}")
+    outcomes = found.outcomes
     print(
-        f"{ways.total() + len(found.failures)} models: {ways['equal']} equal to the unsharded ones in "
-        f"{found.comparisons} comparisons, {ways['refused']} refused, {ways['failed']} failed in the first forward "
-        f"pass on all ranks, {len(found.failures)} failures"
+        f"{outcomes.total() + len(found.failures)} models: {outcomes['equal']} equal to the unsharded ones in "
+        f"{found.comparisons} comparisons, {outcomes['rejected']} rejected, {outcomes['failed']} failed in the first "
+        f"forward pass on all ranks, {len(found.failures)} failures"
     )
     return bool(found.failures)
 
@@ -99,7 +104,7 @@ def fuzz_overlap(pool: Any, options: argparse.Namespace) -> bool:
 
     if min(options.ranks) < 2:
         raise ValueError("--ranks: overlap needs 2 or more")
-    found = fuzz(pool, options.seed, options.ranks, programs=options.runs, tell=print)
+    found = fuzz(pool, options.seed, options.ranks, programs=options.runs, on_failure=print)
     print(f"{found.programs} programs, {found.passes} passes, {len(found.failures)} failures")
     return bool(found.failures)
 
@@ -111,21 +116,26 @@ def seeds(options: argparse.Namespace) -> range:
     return range(options.seed, options.seed + options.runs)
 
 
-def numbers(text: str) -> list[int]:
-    """Numbers of ranks, separated by commas."""
-    return [command.whole(1, 16)(one.strip()) for one in text.split(",")]
+def world_sizes(text: str) -> list[int]:
+    """Parse world sizes separated by commas."""
+    return [command.whole(1, 16)(size.strip()) for size in text.split(",")]
 
 
 def main() -> int:
     import ranks  # type: ignore[import-not-found]
 
     parser = command.Parser(__doc__, failed="there was a failure")
-    parser.add_argument("kind", choices=KINDS, help="what is drawn")
+    parser.add_argument("kind", choices=KINDS, help="what to generate")
     parser.add_argument("--runs", type=command.whole(1), default=100, help="programs, calls or models (%(default)s)")
-    parser.add_argument("--seed", type=command.whole(0), help="of the first; the next has one more (drawn, printed)")
-    parser.add_argument("--ranks", type=numbers, default=[2, 3, 4], help="numbers of ranks, by turns (2,3,4)")
-    parser.add_argument("--modes", help="of autograd: plain,vmap,... (all)")
-    parser.add_argument("--timeout", type=command.number(1, "seconds"), default=60.0, help="of a hang (%(default)s s)")
+    parser.add_argument("--seed", type=command.whole(0), help="of the first run; the next adds 1 (random)")
+    parser.add_argument("--ranks", type=world_sizes, default=[2, 3, 4], help="world sizes, used alternately (2,3,4)")
+    parser.add_argument("--modes", help="modes of autograd: plain,vmap,... (all)")
+    parser.add_argument(
+        "--timeout",
+        type=command.number(1, "seconds"),
+        default=60.0,
+        help="timeout that counts as a hang (%(default)s s)",
+    )
     options = parser.parse_args()
     if options.seed is None:
         options.seed = random.SystemRandom().randrange(10**6)

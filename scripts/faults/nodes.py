@@ -1,7 +1,7 @@
-"""Two network namespaces as two nodes, and the cable between them, which can be cut or lose packets.
+"""Two nodes, as network namespaces, and a link between them that can be cut or lose packets.
 
-The cable is a thread that carries frames between two TAP devices: it needs no packet scheduler of the kernel, and what
-it loses is really lost.
+The link is a thread that forwards frames between two TAP devices. It needs no packet scheduler of the kernel, and the
+frames that it drops are really lost.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _FRAME_BYTES = 1 << 16
 
 
 class Nodes:
-    """A pair of nodes for one run at a time; `close` removes them.
+    """A pair of nodes for one run at a time. `close` removes them.
 
-    loss  share of the frames that the cable loses: 0.0 to 1.0
+    loss  share of the frames that the link drops: 0.0 to 1.0
     """
 
     addresses = ADDRESSES
@@ -38,7 +38,7 @@ class Nodes:
         self._random = random.Random()
         self._files: list[int] = []
         self._closing, self._wake = os.pipe()
-        self._thread = threading.Thread(target=self._carry, daemon=True)
+        self._thread = threading.Thread(target=self._forward, daemon=True)
         try:
             self._make()
         except BaseException:
@@ -48,7 +48,7 @@ class Nodes:
     def _make(self) -> None:
         for name, address in zip(self.names, self.addresses, strict=True):
             command("ip", "netns", "add", name)
-            with ThreadPoolExecutor(1) as executor:  # a thread of its own, which enters the namespace
+            with ThreadPoolExecutor(1) as executor:  # a separate thread, as the caller would stay in the namespace
                 self._files.append(executor.submit(_open_tap, name).result())
             command("ip", "-n", name, "addr", "add", f"{address}/24", "dev", DEVICE)
             for device in ("lo", DEVICE):
@@ -56,13 +56,13 @@ class Nodes:
         self._thread.start()
 
     def start(self, loss: float, seed: int) -> None:
-        """A whole cable for a new run, which loses this share of the frames."""
+        """Restore the link for a new run, and drop this share of the frames."""
         self._random.seed(seed)
         self.loss = loss
         command("ip", "-n", self.names[0], "link", "set", DEVICE, "up")
 
     def cut(self, silently: bool) -> None:
-        """Nothing arrives any more; not silently: the first node knows that its device is down."""
+        """Cut the link. Unless `silently`, the device of the first node goes down, so that node notices."""
         self.loss = 1.0
         if not silently:
             command("ip", "-n", self.names[0], "link", "set", DEVICE, "down")
@@ -76,7 +76,7 @@ class Nodes:
         for name in self.names:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
-    def _carry(self) -> None:
+    def _forward(self) -> None:
         a, b = self._files
         while True:
             ready = select.select([a, b, self._closing], [], [])[0]
@@ -96,7 +96,7 @@ def _send(file: int, frame: bytes) -> None:
 
 
 def _open_tap(namespace: str) -> int:
-    """The file of a new TAP device in this namespace; the calling thread is in it from now on."""
+    """Return the file of a new TAP device in this namespace. The calling thread stays in the namespace."""
     enter_network(f"/run/netns/{namespace}")
     file = os.open("/dev/net/tun", os.O_RDWR | os.O_CLOEXEC)
     fcntl.ioctl(file, _TUNSETIFF, struct.pack("16sH22x", DEVICE.encode(), _TAP_NO_PI))
@@ -104,7 +104,7 @@ def _open_tap(namespace: str) -> int:
 
 
 def enter_network(path: str) -> None:
-    """Have the calling thread join the network namespace that this path stands for."""
+    """Move the calling thread into the network namespace of this path."""
     libc = ctypes.CDLL(None, use_errno=True)
     place = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -115,14 +115,14 @@ def enter_network(path: str) -> None:
 
 
 def command(*words: str) -> None:
-    """Run it; RuntimeError with what it says if it fails."""
+    """Run a command. Raise RuntimeError with its stderr if it fails."""
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(words)}: {done.stderr.strip()}")
 
 
-def why_not() -> str:
-    """Why there can be no such nodes here; "" if there can be."""
+def unavailable_reason() -> str:
+    """Return why two nodes cannot be created here; "" if they can."""
     if shutil.which("ip") is None:
         return "needs the program ip (package iproute2)"
     try:

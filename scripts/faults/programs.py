@@ -1,7 +1,7 @@
-"""Random programs of the fault campaign, written as Python with one call a line, and one fault in each.
+"""Generate the random programs of the fault campaign: Python source with one call per line and one fault.
 
-The seed decides all: how many ranks, on one node or two, how they meet, the steps, the fault, its rank and its place.
-The lines of all calls are known, so that what an error names can be held against them.
+The seed determines everything: the world size, one node or two, the rendezvous, the steps, the fault, its rank and its
+place. The generator records the line of every call, so that the lines named in errors can be checked.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from faults.steps import Block, Comm, Step, collective, draw, split
 
 @dataclass(frozen=True)
 class Kind:
-    """How a rank goes wrong: by one of these.
+    """A kind of fault: a statement, a signal or a wrong call.
 
-    statement  that it runs
-    signal     that hits it in a call
-    call       it makes another call than the others
-    places     one of them is drawn: "start", "init", "step", "split" (a step that is one), "destroy"
-    status     exit code with which the rank ends
-    nodes      it needs two of them
+    statement  statement that the culprit executes
+    signal     signal that the culprit receives during a call
+    call       the culprit makes another call than the other ranks
+    places     possible places: "start", "init", "step", "split" (a step that is a split), "destroy"
+    status     exit code of the culprit
+    nodes      whether it needs two nodes
     """
 
     statement: str = ""
@@ -59,10 +59,10 @@ FAULTS = {
 }
 BLAMELESS = ("none", "packet-loss")
 
-TIMEOUT = 5  # seconds that a communicator waits
-LOSSY_TIMEOUT = 20  # where packets are lost: TCP sends the same one again after 1, 3, 7 s
-INSIDE_SECONDS = 0.15  # after so long a rank is inside of its call, if another one comes late
-CTRL_C_SECONDS = 2.0  # that the late one lets pass, so that nothing but Ctrl-C ends the wait
+TIMEOUT = 5  # seconds, of a communicator
+LOSSY_TIMEOUT = 20  # with packet loss: TCP retransmits a packet after 1, 3, 7 s
+INSIDE_SECONDS = 0.15  # after this time, a rank is inside its call if another rank is late
+CTRL_C_SECONDS = 2.0  # delay of the late rank, so that only Ctrl-C can end the wait
 
 HEAD = """\
 import os
@@ -79,15 +79,17 @@ import pynccl_autograd as ad
 
 @dataclass
 class Fault:
-    """What goes wrong in a run, and what an error should name.
+    """The fault of a run, and what an error should name.
 
-    rank    of the job; -1: none
-    place   one of the kind's; step: index of the step at which it happens
+    rank    the culprit's rank in the job; -1: none
+    place   one of the kind's places
+    step    index of the step at which the fault occurs
     delay   seconds from there to the signal
-    either  of two ranks that disagree either may be blamed: these two; else empty
-    lines   of the program: any of them is right; empty where there is no line to name
-    comm    of the call that is left out: its rank's next call of it shows that, as its next call of all does
-    nodes   ranks on each of two nodes; empty where all are on one
+    either  two ranks that disagree, of which an error may blame either; else empty
+    lines   lines of the program of which an error must name one; empty if there is no line to name
+    comm    communicator of a left-out call: the culprit's next call of it reveals the fault, as does its next call
+            of any communicator
+    nodes   ranks on each of two nodes; empty if all ranks are on one
     """
 
     name: str
@@ -107,16 +109,16 @@ class Fault:
 
 @dataclass
 class Program:
-    """A program as text.
+    """A program and its source text.
 
-    meeting  "environment" or "file"
-    wrong    what the rank to blame calls in the step of the fault, where its arguments are wrong
-    comms    line of a call -> its communicator
+    rendezvous  "environment" or "file"
+    wrong       the culprit's block in the step of the fault, if its arguments are wrong
+    comms       line of a call -> its communicator
     """
 
     seed: int
     size: int
-    meeting: str
+    rendezvous: str
     fault: Fault
     text: str = ""
     steps: list[Step] = field(default_factory=list)
@@ -132,12 +134,12 @@ class Program:
         return LOSSY_TIMEOUT if self.fault.name == "packet-loss" else TIMEOUT
 
     def emit(self, line: str) -> int:
-        """Add a line; its number."""
+        """Add a line and return its number."""
         self.text += f"{line}\n"
         return self.text.count("\n")
 
     def emit_block(self, step: Step, block: Block | None = None, indent: str = "") -> set[int]:
-        """Add a step, or what is written in its place; the lines of its calls."""
+        """Add a step, or `block` in its place, and return the lines of its calls."""
         block = block or step.write(step.calls)
         for line in block.before:
             self.emit(indent + line)
@@ -148,7 +150,7 @@ class Program:
         return lines
 
     def record(self, lines: set[int], comm: Comm) -> None:
-        """These lines are calls. The first ones after a call that is left out show that it was."""
+        """Record that these lines are calls. The first calls after a left-out call reveal it."""
         self.comms.update(dict.fromkeys(lines, comm))
         if self.fault.comm is not None and self.fault.comm.name == comm.name:
             self.fault.lines |= lines
@@ -156,12 +158,12 @@ class Program:
 
 
 def fault_of(seed: int) -> str:
-    """Which fault a seed has, if none is asked for: all of them, one after the other, a control first."""
+    """Return the default fault of a seed. Successive seeds cycle through all faults, beginning with the control."""
     return list(FAULTS)[seed % len(FAULTS)]
 
 
 def make(seed: int, only: str = "") -> Program:
-    """The program of this seed, with the fault that is asked for, or the seed's."""
+    """Return the program of this seed, with the fault `only` or the seed's own."""
     fault = Fault(only or fault_of(seed))
     rng = random.Random(f"{seed} {fault.name}")
     program = Program(seed, rng.choice([2, 2, 3, 3, 4]), rng.choice(["environment", "file"]), fault)
@@ -188,7 +190,7 @@ def draw_steps(rng: random.Random, world: Comm, count: int) -> list[Step]:
 
 
 def place(rng: random.Random, program: Program) -> None:
-    """Choose place, step and rank of the fault; steps are added where none fits."""
+    """Choose place, step and rank of the fault. Insert a step if no step fits."""
     fault, steps, world = program.fault, program.steps, program.world
     fault.place = rng.choice(fault.kind.places)
     fault.rank = rng.randrange(program.size)
@@ -197,10 +199,10 @@ def place(rng: random.Random, program: Program) -> None:
         fault.delay = INSIDE_SECONDS
         if fault.place == "destroy" or (fault.name == "kill-in-call" and rng.random() < 0.5):
             fault.delay = rng.choice([0.0001, 0.0005, 0.001, 0.005, 0.02])
-        steps.insert(at, split(rng, 100, world, "late") if fault.place == "split" else _waiting(rng, world))
+        steps.insert(at, split(rng, 100, world, "late") if fault.place == "split" else _draw_waiting(rng, world))
     elif fault.name in ("left-out", "order"):
-        _before_another(rng, program, at)
-        fault.rank = rng.choice([rank for rank in steps[at].ranks if rank in steps[at].comm.together])
+        _insert_another(rng, program, at)
+        fault.rank = rng.choice([rank for rank in steps[at].ranks if rank in steps[at].comm.with_peers])
         fault.either = {0, 1} if program.size == 2 else set()
     elif fault.kind.call:
         fits = [i for i, step in enumerate(steps) if step.wrong(fault.name, rng)]
@@ -208,43 +210,43 @@ def place(rng: random.Random, program: Program) -> None:
         while not (wrong := steps[at].wrong(fault.name, rng)):
             steps.insert(at, collective(rng, 100, world))
         program.wrong = wrong
-        fault.rank = rng.choice([rank for rank in steps[at].ranks if rank in steps[at].comm.together])
+        fault.rank = rng.choice([rank for rank in steps[at].ranks if rank in steps[at].comm.with_peers])
         fault.either = _pair(steps[at], fault.rank)
     fault.step = at
 
 
 def _pair(step: Step, rank: int) -> set[int]:
-    """The two ranks that disagree if this one calls something else, where they are only two."""
-    together = step.comm.group(rank)
-    if step.kind == "ring":  # with the one from which it receives
-        return {rank, together[together.index(rank) - 1]}
-    ranks = set(step.ranks) & set(together)
+    """Return the two ranks that disagree if `rank` makes another call; empty if more than two ranks take part."""
+    group = step.comm.group(rank)
+    if step.kind == "ring":  # it disagrees with the rank from which it receives
+        return {rank, group[group.index(rank) - 1]}
+    ranks = set(step.ranks) & set(group)
     return ranks if len(ranks) == 2 else set()
 
 
-def _waiting(rng: random.Random, comm: Comm) -> Step:
+def _draw_waiting(rng: random.Random, comm: Comm) -> Step:
     while not (step := draw(rng, 100, comm)).waits:
         pass
     return step
 
 
-def _before_another(rng: random.Random, program: Program, at: int) -> None:
-    """Put a collective of all ranks behind the step at `at`, of another operation. For "order" both are new."""
+def _insert_another(rng: random.Random, program: Program, at: int) -> None:
+    """Insert a collective of all ranks, of another operation, after step `at`. For "order" both steps are new."""
     steps, world = program.steps, program.world
-    if program.fault.name == "order" or not steps[at].comm.together:
+    if program.fault.name == "order" or not steps[at].comm.with_peers:
         steps.insert(at, collective(rng, 100, world, rng.choice(("plain", "plan", "stream"))))
-    own = [call.operation for call in steps[at].calls[:1]]
-    others = [one for one in ("all_reduce", "all_gather", "all_to_all", "reduce_scatter") if one not in own]
+    used = [call.operation for call in steps[at].calls[:1]]
+    others = [name for name in ("all_reduce", "all_gather", "all_to_all", "reduce_scatter") if name not in used]
     steps.insert(at + 1, collective(rng, 101, world, "plain", others))
 
 
 def write(rng: random.Random, program: Program) -> None:
-    """The text, and the lines that are right to name."""
+    """Write the source text, and fill in the lines that an error may name."""
     fault, steps = program.fault, program.steps
     program.emit(f'"""Seed {program.seed}: {program.size} ranks, {fault.name}"""\n{HEAD}')
     strike(program, "start")
     strike(program, "init")
-    join = "pynccl.init(" if program.meeting == "environment" else 'pynccl.from_file("meeting", RANK, SIZE, '
+    join = "pynccl.init(" if program.rendezvous == "environment" else 'pynccl.from_file("rendezvous", RANK, SIZE, '
     program.emit(f"comm = {join}timeout={program.timeout})\nranks_comm = list(range(SIZE))")
     program.emit("stream = pynccl.create_stream()")
     at = 0
@@ -258,7 +260,7 @@ def write(rng: random.Random, program: Program) -> None:
         program.emit_block(steps[at])
         at += 1
     children = [step.makes for step in reversed(steps) if step.makes]
-    for comm in (*children, program.world):  # a wrong call shows at the next one at latest
+    for comm in (*children, program.world):  # the next call reveals a wrong call at the latest
         program.record({program.emit(f"{comm.name}.barrier()")}, comm)
     if rng.random() < 0.7 or fault.place == "destroy":
         for comm in children:
@@ -269,7 +271,7 @@ def write(rng: random.Random, program: Program) -> None:
 
 
 def strike(program: Program, where: str) -> None:
-    """If the fault is here: the rank runs its statement, or a signal hits it in the call that follows."""
+    """Write the fault if it is here: the culprit's statement, or a signal in the call that follows."""
     fault = program.fault
     if fault.place != where or fault.rank < 0:
         return
@@ -284,10 +286,10 @@ def strike(program: Program, where: str) -> None:
 
 
 def write_calls(program: Program, step: Step, following: Sequence[Step]) -> int:
-    """What the others call, and, on lines of its own, what the rank to blame calls; how many steps that were."""
+    """Write the calls of the other ranks and, on separate lines, the culprit's. Return how many steps that covers."""
     fault = program.fault
     if step.makes:
-        program.emit(step.write(()).before[0])  # the one that leaves the split out knows the variables, too
+        program.emit(step.write(()).before[0])  # also for the rank that leaves the split out
     program.emit(f"if RANK != {fault.rank}:")
     program.emit_block(step, indent="    ")
     if fault.name == "left-out":

@@ -1,8 +1,8 @@
-"""The ranks of a run of the fault campaign: started on one node or two, waited for, and what they leave looked at.
+"""Run the ranks of a fault campaign on one node or two, and collect their output and what they leave behind.
 
-`Server` is a process that has imported torch and pynccl once, and forks the ranks of one run at a time; it runs this
-file. A rank is forked at the top level, so that its program ends as a script does: excepthook, atexit, exit code, death
-by Ctrl-C.
+`Server` starts a process that runs this file: it imports torch and pynccl once, and forks the ranks of one run at a
+time. It forks at module level, so that a rank's program exits as a script does: excepthook, atexit, exit code, death by
+Ctrl-C.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ from faults.programs import Program
 ROOT = Path(__file__).resolve().parents[2]
 PATHS = os.pathsep.join([str(ROOT), str(ROOT / "scripts")])
 WATCH_SECONDS = 2
-DEADLINE = 25.0  # seconds from the start after which a rank that is still there hangs
+DEADLINE = 25.0  # seconds from the start, after which a running rank counts as hung
 LOSSY_DEADLINE = 60.0
-LOSS = 0.05  # of the packets
+LOSS = 0.05  # share of the packets
 
 
 @dataclass
 class Rank:
-    """A rank of a run: exit code (negative: signal); what it has printed.
+    """A rank of a run: its exit code (negative: signal) and its output.
 
-    left  when its program had ended, well or by an exception; at: when the process had
+    at    when the process exited
+    left  when its program ended, cleanly or by an exception
     """
 
     number: int
@@ -54,8 +55,8 @@ class Rank:
 
 
 @dataclass
-class Ended:
-    """What is known after a run. hung: ranks that had to be killed after the deadline; struck: when the fault came."""
+class RunResult:
+    """The result of a run. hung: ranks killed after the deadline; struck: when the fault occurred."""
 
     ranks: list[Rank]
     hung: list[int] = field(default_factory=list)
@@ -65,7 +66,7 @@ class Ended:
 
 
 class Server:
-    """The process that forks ranks, and what it is asked, by lines of JSON."""
+    """The process that forks ranks, controlled by lines of JSON."""
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
@@ -74,23 +75,23 @@ class Server:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            start_new_session=True,  # Ctrl-C is for the campaign alone, and for the rank that it picks
+            start_new_session=True,  # so that a terminal's Ctrl-C reaches only the campaign
         )
         ready = self._answer()
-        # Where it shares /dev/shm with the rest of the machine nobody can say whose files are in it.
-        self.shared_memory = Path(f"/proc/{ready['pid']}/root/dev/shm") if ready["apart"] else None
+        # If it shares /dev/shm with other processes, files there cannot be attributed to the run.
+        self.shared_memory = Path(f"/proc/{ready['pid']}/root/dev/shm") if ready["private_shm"] else None
 
     def _answer(self) -> dict[str, Any]:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise RuntimeError(f"the process that forks ranks has ended with {self.process.wait()}")
+            raise RuntimeError(f"the process that forks ranks exited with {self.process.wait()}")
         found: dict[str, Any] = json.loads(line)
         return found
 
     def run(self, job: dict[str, Any], meanwhile: Callable[[], None]) -> dict[str, Any]:
-        """What comes of a job, {"folder", "ranks": [{"env", "network", "node"}], "limit", "stopped"}: {"pids",
-        "status", "at", "hung"}. `meanwhile` is called every now and then."""
+        """Run a job, {"folder", "ranks": [{"env", "network", "node"}], "limit", "stopped"}, and return {"pids",
+        "status", "at", "hung"}. `meanwhile` is called periodically."""
         assert self.process.stdin is not None and self.process.stdout is not None
         print(json.dumps(job), file=self.process.stdin, flush=True)
         while not select.select([self.process.stdout], [], [], 0.02)[0]:
@@ -103,8 +104,8 @@ class Server:
         self.process.wait(30)
 
 
-def run(program: Program, folder: Path, server: Server, nodes: Nodes | None) -> Ended:
-    """Run it in `folder`, which is new."""
+def run(program: Program, folder: Path, server: Server, nodes: Nodes | None) -> RunResult:
+    """Run a program in `folder`, which must be new."""
     for name in ("cwd", "tmp", "watch/a", "watch/b"):
         (folder / name).mkdir(parents=True)
     (folder / "program.py").write_text(program.text)
@@ -126,7 +127,7 @@ def run(program: Program, folder: Path, server: Server, nodes: Nodes | None) -> 
         "stopped": fault.rank if "stop" in fault.name else -1,
     }
     found = server.run(job, cut)
-    ended = Ended([], found["hung"], float(_text(folder / "struck") or began))
+    ended = RunResult([], found["hung"], float(_text(folder / "struck") or began))
     for rank, (status, at) in enumerate(zip(found["status"], found["at"], strict=True)):
         left = float(_text(folder / f"rank{rank}.left") or at)
         out, err = _text(folder / f"rank{rank}.out"), _text(folder / f"rank{rank}.err")
@@ -139,14 +140,14 @@ def run(program: Program, folder: Path, server: Server, nodes: Nodes | None) -> 
     return ended
 
 
-# Below the range from which the kernel takes the ports of clients, and other ones than another campaign beside this.
+# Below the kernel's range of client ports, and different from the ports of a campaign that runs at the same time.
 _ports = itertools.cycle(range(15_000 + os.getpid() % 1000 * 10, 32_000))
 
 
 def _rank(program: Program, rank: int, folder: Path, nodes: Nodes | None, port: int) -> dict[str, Any]:
-    """A rank of a job."""
-    together = program.fault.nodes if nodes else (tuple(range(program.size)),)
-    side = next(side for side, ranks in enumerate(together) if rank in ranks)
+    """Return the description of one rank of a job."""
+    ranks_of = program.fault.nodes if nodes else (tuple(range(program.size)),)
+    side = next(side for side, ranks in enumerate(ranks_of) if rank in ranks)
     env = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
     env |= {
         "PYTHONPATH": PATHS,
@@ -159,14 +160,14 @@ def _rank(program: Program, rank: int, folder: Path, nodes: Nodes | None, port: 
         "OMP_NUM_THREADS": "1",
         "RANK": str(rank),
         "WORLD_SIZE": str(program.size),
-        "LOCAL_RANK": str(together[side].index(rank)),
-        "LOCAL_WORLD_SIZE": str(len(together[side])),
+        "LOCAL_RANK": str(ranks_of[side].index(rank)),
+        "LOCAL_WORLD_SIZE": str(len(ranks_of[side])),
         "MASTER_ADDR": nodes.addresses[0] if nodes else "127.0.0.1",
         "MASTER_PORT": str(port),
     }
     if not nodes:
         return {"env": env, "network": "", "node": ""}
-    env["PYNCCL_HOST_TRANSPORT"] = "sockets"  # they would find out that they share memory, as no two machines do
+    env["PYNCCL_HOST_TRANSPORT"] = "sockets"  # both namespaces share memory, which real nodes do not
     network = f"/proc/{os.getpid()}/root/run/netns/{nodes.names[side]}"
     return {"env": env, "network": network, "node": f"node-{'ab'[side]}"}
 
@@ -176,7 +177,7 @@ def _text(path: Path) -> str:
 
 
 def _left_processes(pids: list[int]) -> list[str]:
-    """Processes of the sessions that the ranks have opened; they are killed."""
+    """Kill the processes that remain in the sessions of the ranks, and return them."""
     left = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -187,17 +188,17 @@ def _left_processes(pids: list[int]) -> list[str]:
     return left
 
 
-def _left_files(program: Program, folder: Path, ended: Ended) -> list[str]:
-    """Files that nobody asked for. A process that ended uncleanly leaves its watch files, and those who met halfway
-    the file where they met: both on purpose."""
+def _left_files(program: Program, folder: Path, ended: RunResult) -> list[str]:
+    """Return unexpected files. Two kinds are left on purpose: the watch files of a process that exited uncleanly, and
+    the rendezvous file of ranks that failed during initialization."""
     clean = all(rank.status == 0 for rank in ended.ranks)
     halfway = (program.fault.place in ("start", "init") or program.fault.name == "link-cut") and not clean
     left = [path for name in ("cwd", "tmp") for path in (folder / name).rglob("*")]
-    left = [path for path in left if not (halfway and path.name == "meeting")]
+    left = [path for path in left if not (halfway and path.name == "rendezvous")]
     if clean:
         left += [path for path in (folder / "watch").rglob("*") if path.name not in ("a", "b")]
-    else:  # what the ranks of two nodes have told each other
-        left = [path for path in left if not (path.name.startswith("meeting.") and path.suffix == ".watch")]
+    else:  # the exchange between the ranks of two nodes
+        left = [path for path in left if not (path.name.startswith("rendezvous.") and path.suffix == ".watch")]
     return sorted(str(path.relative_to(folder)) for path in left)
 
 
@@ -209,7 +210,7 @@ MS_REC, MS_SLAVE = 0x4000, 0x80000
 
 
 def preload() -> None:
-    """What every rank needs, imported before the first fork; it must not start threads."""
+    """Import the modules that every rank needs, before the first fork. The imports must not start threads."""
     import numpy  # noqa: F401
     import torch
     import torch.distributed
@@ -221,13 +222,13 @@ def preload() -> None:
 
     torch.set_num_threads(1)
     gc.collect()
-    gc.freeze()  # else a rank would touch, and so copy, every page with an object on it when it ends
-    assert len(os.listdir("/proc/self/task")) == 1, "an import has started a thread, so ranks cannot be forked"
+    gc.freeze()  # else an exiting rank writes to, and so copies, every page with an object on it
+    assert len(os.listdir("/proc/self/task")) == 1, "an import started a thread, so ranks cannot be forked"
 
 
-def own_shared_memory() -> bool:
-    """A /dev/shm of this process and its children alone, so that what they leave in it is theirs; False if it may not
-    be had."""
+def mount_private_shm() -> bool:
+    """Mount a private /dev/shm for this process and its children, so that files left there are theirs. Return False if
+    that is not permitted."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(CLONE_NEWNS) or libc.mount(b"none", b"/", None, MS_REC | MS_SLAVE, None):
         return False
@@ -235,7 +236,7 @@ def own_shared_memory() -> bool:
 
 
 def serve() -> tuple[dict[str, Any], int] | None:
-    """Serve until standard input ends, then return None. Returns in each rank with its run and number."""
+    """Serve until stdin ends, then return None. In each forked rank, return its run and number."""
     while line := sys.stdin.readline():
         run = json.loads(line)
         pids = []
@@ -248,9 +249,9 @@ def serve() -> tuple[dict[str, Any], int] | None:
 
 
 def wait(pids: list[int], limit: float, stopped: int) -> dict[str, Any]:
-    """Until all ranks have ended; who is still there after so many seconds says where, and is killed.
+    """Wait until all ranks exit. After `limit` seconds, make the remaining ranks print their stacks and kill them.
 
-    stopped  the rank that is stopped by SIGSTOP: it is killed once all others have ended; -1: none
+    stopped  rank that a SIGSTOP stops: it is killed once all others have exited; -1: none
     """
     ended: dict[int, tuple[int, float]] = {}  # exit code (negative: signal), and when
     deadline = time.monotonic() + limit
@@ -263,7 +264,7 @@ def wait(pids: list[int], limit: float, stopped: int) -> dict[str, Any]:
             for number in (signal.SIGUSR1, signal.SIGKILL):
                 for rank in running:
                     os.kill(pids[rank], number)
-                time.sleep(0.5)  # faulthandler writes from within the first one
+                time.sleep(0.5)  # faulthandler writes upon the first signal
         time.sleep(0.01)
         for rank in running:
             done, status = os.waitpid(pids[rank], os.WNOHANG)
@@ -277,21 +278,21 @@ def wait(pids: list[int], limit: float, stopped: int) -> dict[str, Any]:
 
 
 def become_rank(run: dict[str, Any], rank: int) -> CodeType:
-    """Make this process a rank of the run; its program, compiled."""
+    """Make this process a rank of the run, and return its compiled program."""
     os.setsid()
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # also where it is stopped, and the campaign was killed
-    folder, own = Path(run["folder"]), run["ranks"][rank]
-    if own["network"]:
-        enter_node(own["network"], own["node"])
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # also if this rank is stopped, or the campaign is killed
+    folder, job = Path(run["folder"]), run["ranks"][rank]
+    if job["network"]:
+        enter_node(job["network"], job["node"])
     for number, name in ((0, os.devnull), (1, folder / f"rank{rank}.out"), (2, folder / f"rank{rank}.err")):
         file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(file, number)
         os.close(file)
     os.environ.clear()
-    os.environ.update(own["env"])
+    os.environ.update(job["env"])
     os.chdir(folder / "cwd")
     random.seed()
-    tempfile.tempdir = None  # torch has asked for it before TMPDIR was this rank's
+    tempfile.tempdir = None  # torch cached it before TMPDIR was set for this rank
     program = folder / "program.py"
     sys.argv = [str(program)]
     faulthandler.register(signal.SIGUSR1, all_threads=True)
@@ -299,23 +300,23 @@ def become_rank(run: dict[str, Any], rank: int) -> CodeType:
 
 
 def enter_node(network: str, node: str) -> None:
-    """Join the network namespace that this path stands for, under a host name of its own."""
+    """Join the network namespace of this path, with the host name `node`."""
     enter_network(network)
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(CLONE_NEWUTS) or libc.sethostname(node.encode(), len(node)):
-        raise OSError(ctypes.get_errno(), f"cannot have the host name {node}")
+        raise OSError(ctypes.get_errno(), f"cannot set the host name {node}")
 
 
 if __name__ == "__main__":
-    apart = own_shared_memory()
+    private_shm = mount_private_shm()
     preload()
-    print(json.dumps({"pid": os.getpid(), "apart": apart}), flush=True)
+    print(json.dumps({"pid": os.getpid(), "private_shm": private_shm}), flush=True)
     found = serve()
     if found is not None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs ignore
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
         code = become_rank(*found)
         left = Path(found[0]["folder"]) / f"rank{found[1]}.left"
         try:
             exec(code, {"__name__": "__main__", "__file__": sys.argv[0], "__builtins__": __builtins__})
         finally:
-            left.write_text(str(time.monotonic()))  # interpreters with torch take half a second more to end
+            left.write_text(str(time.monotonic()))  # an interpreter with torch takes half a second more to exit

@@ -1,7 +1,7 @@
-"""The steps of a random program of the fault campaign: how each is drawn, and how it is written, one call a line.
+"""Draw and write the steps of a random program of the fault campaign, one call per line.
 
-A collective is a `Call`, and a wrong call is one with another count, type, operator or root. Sizes are small: what a
-campaign looks for is in the calls, not in the bytes.
+A collective is a `Call`. A wrong call has another count, data type, operator or root. Sizes are small: the campaign
+tests calls, not throughput.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ DTYPES = (*FLOATS, "int8", "uint8", "int32", "int64")
 OPERATORS = ("sum", "prod", "max", "min")
 REDUCING = ("all_reduce", "reduce", "reduce_scatter")
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
-WAITING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")  # in which every rank waits for every other
+WAITING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")  # every rank waits for every other
 OPERATIONS = (*WAITING, *ROOTED)
 STYLES = ("plain", "plain", "into", "plan", "stream")
 
 
 @dataclass(frozen=True)
 class Comm:
-    """A communicator of the program: the variable that has it, and the ranks of the job in it, group by group."""
+    """A communicator of the program: its variable, and its ranks of the job, group by group."""
 
     name: str
     groups: tuple[tuple[int, ...], ...]
 
     @property
     def ranks(self) -> str:
-        """The variable that has the list of this rank's group."""
+        """Return the variable with the ranks of this rank's group."""
         return f"ranks_{self.name}"
 
     @property
@@ -37,12 +37,12 @@ class Comm:
         return sorted(rank for group in self.groups for rank in group)
 
     @property
-    def together(self) -> list[int]:
-        """The members that are not alone in their group."""
+    def with_peers(self) -> list[int]:
+        """Return the members that are not alone in their group."""
         return [rank for group in self.groups if len(group) > 1 for rank in group]
 
     def group(self, rank: int) -> tuple[int, ...]:
-        """The group of a rank of the job; empty if it is in none."""
+        """Return the group of a rank of the job; empty if it is in none."""
         return next((group for group in self.groups if rank in group), ())
 
 
@@ -61,14 +61,14 @@ class Call:
         return reducing + (f", root={self.root}" if self.operation in ROOTED else "")
 
     def changed(self, what: str, rng: random.Random, comm: Comm) -> Call | None:
-        """The call with another count, type, operator or root; None if it has no such thing."""
+        """Return the call with another count, data type, operator or root; None if it has none."""
         smallest = min(map(len, comm.groups))
         if what == "count":
             return replace(self, count=self.count + rng.randint(1, 5))
         if what == "type" and self.operation != "message":
-            return replace(self, dtype=rng.choice([one for one in DTYPES if one != self.dtype]))
+            return replace(self, dtype=rng.choice([dtype for dtype in DTYPES if dtype != self.dtype]))
         if what == "operator" and self.operation in REDUCING:
-            return replace(self, op=rng.choice([one for one in OPERATORS if one != self.op]))
+            return replace(self, op=rng.choice([op for op in OPERATORS if op != self.op]))
         if what == "root" and self.operation in ROOTED and smallest > 1:
             return replace(self, root=(self.root + rng.randint(1, smallest - 1)) % smallest)
         return None
@@ -76,7 +76,7 @@ class Call:
 
 @dataclass
 class Block:
-    """Lines of a step: what comes before its calls, the calls, and the check of what has come out."""
+    """Lines of a step: preparation, calls, and checks of the results."""
 
     before: list[str] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
@@ -87,11 +87,11 @@ class Block:
 class Step:
     """One step of a program.
 
-    write  the lines of the step, with these calls in place of its own
-    calls  those that a fault may change
-    ranks  that take part, of the job
-    waits  whether every rank that takes part waits for every other
-    makes  the communicator that a split makes
+    write  returns the lines of the step with the calls passed to it
+    calls  calls that a fault may change
+    ranks  participating ranks of the job
+    waits  whether each participating rank waits for all others
+    makes  the communicator that a split creates
     """
 
     number: int
@@ -108,9 +108,9 @@ class Step:
         self.waits = self.waits and len(self.comm.groups) == 1
 
     def wrong(self, what: str, rng: random.Random) -> Block | None:
-        """The step with one of its calls wrong; None if nothing in it can be wrong in this way."""
+        """Return the step with one wrong call; None if no call can be wrong in this way."""
         options = []
-        for at, call in enumerate(self.calls if self.comm.together else ()):
+        for at, call in enumerate(self.calls if self.comm.with_peers else ()):
             if changed := call.changed(what, rng, self.comm):
                 options.append([*self.calls[:at], changed, *self.calls[at + 1 :]])
         return self.write(rng.choice(options)) if options else None
@@ -118,16 +118,16 @@ class Step:
 
 def draw_call(rng: random.Random, comm: Comm, operations: Sequence[str] = OPERATIONS) -> Call:
     operation, dtype = rng.choice(operations), rng.choice(DTYPES)
-    exact = dtype in FLOATS and 3 not in map(len, comm.groups)  # thirds are not, in no type
+    exact = dtype in FLOATS and 3 not in map(len, comm.groups)  # thirds are never exact
     op = rng.choice((*OPERATORS, "avg") if exact else OPERATORS)
-    most = rng.choice([8, 64, 64, 700, 40_000]) if op != "prod" else 64
-    return Call(operation, rng.randint(1, most), dtype, op, rng.randrange(min(map(len, comm.groups))))
+    max_count = rng.choice([8, 64, 64, 700, 40_000]) if op != "prod" else 64
+    return Call(operation, rng.randint(1, max_count), dtype, op, rng.randrange(min(map(len, comm.groups))))
 
 
 def collective(
     rng: random.Random, number: int, comm: Comm, style: str = "", operations: Sequence[str] = OPERATIONS
 ) -> Step:
-    """A collective in one of the ways of calling it."""
+    """A collective in one of the calling styles."""
     call, style = draw_call(rng, comm, operations), style or rng.choice(STYLES)
     if style == "into" and call.operation not in ("all_reduce", "broadcast"):
         style = "plain"
@@ -164,7 +164,7 @@ def write_call(number: int, comm: Comm, call: Call, style: str) -> Block:
 
 
 def uneven(rng: random.Random, number: int, comm: Comm) -> Step:
-    """A collective with a count per rank."""
+    """A collective with one count per rank."""
     if len({len(group) for group in comm.groups}) > 1:
         return collective(rng, number, comm)
     operation, dtype = rng.choice(("all_gather_v", "reduce_scatter_v", "all_to_all_v")), rng.choice(DTYPES)
@@ -192,17 +192,17 @@ def group(rng: random.Random, number: int, comm: Comm) -> Step:
     def write(calls: Sequence[Call]) -> Block:
         block = Block(calls=["with pynccl.group():"])
         for i, call in enumerate(calls):
-            one = write_call(number * 10 + 1000 + i, comm, call, "plain")
-            block.before += one.before
-            block.calls += [f"    {line}" for line in one.calls]
-            block.after += one.after
+            member = write_call(number * 10 + 1000 + i, comm, call, "plain")
+            block.before += member.before
+            block.calls += [f"    {line}" for line in member.calls]
+            block.after += member.after
         return block
 
     return Step(number, "group", comm, write, [draw_call(rng, comm) for _ in range(rng.randint(2, 3))])
 
 
 def ring(rng: random.Random, number: int, comm: Comm) -> Step:
-    """Every rank sends to the next rank and receives from the one before, as one group; the recv may be wrong."""
+    """Each rank sends to the next rank and receives from the previous one, in one group. A fault changes the recv."""
     own = Call("message", rng.choice([3, 50, 3000]), rng.choice(DTYPES))
     x, y, me, size = f"x{number}", f"y{number}", f"{comm.name}.rank", f"{comm.name}.size"
 
@@ -224,7 +224,7 @@ def ring(rng: random.Random, number: int, comm: Comm) -> Step:
 
 
 def message(rng: random.Random, number: int, comm: Comm) -> Step:
-    """One rank sends, another one receives, the rest goes on."""
+    """One rank sends and another receives; the others continue."""
     ranks = next((ranks for ranks in comm.groups if len(ranks) > 1), None)
     if ranks is None:
         return collective(rng, number, comm)
@@ -252,7 +252,7 @@ def message(rng: random.Random, number: int, comm: Comm) -> Step:
 
 
 def backward(rng: random.Random, number: int, comm: Comm) -> Step:
-    """A differentiable collective, forwards and backwards."""
+    """A differentiable collective: forward and backward pass."""
     operation, count = rng.choice(("all_reduce", "reduce_scatter", "all_gather")), rng.randint(1, 20)
     x, y = f"x{number}", f"y{number}"
     length = f"{count} * {comm.name}.size" if operation == "reduce_scatter" else str(count)
@@ -275,17 +275,17 @@ def backward(rng: random.Random, number: int, comm: Comm) -> Step:
 
 
 def split(rng: random.Random, number: int, comm: Comm, name: str) -> Step:
-    """A communicator of some of the ranks; ranks in none get None."""
+    """A split. Each rank of `comm` gets color 0 or 1."""
     colors = {rank: rng.choice([0, 0, 0, 1]) for rank in comm.members}
     keys = {rank: rng.choice([rank, -rank]) for rank in comm.members}
     groups = []
-    for of_parent in comm.groups:
+    for parent_group in comm.groups:
         for color in (0, 1):
-            mine = [rank for rank in of_parent if colors[rank] == color]
-            groups.append(tuple(sorted(mine, key=lambda rank: (keys[rank], of_parent.index(rank)))))
-    made = Comm(name, tuple(one for one in groups if one))
+            members = [rank for rank in parent_group if colors[rank] == color]
+            groups.append(tuple(sorted(members, key=lambda rank: (keys[rank], parent_group.index(rank)))))
+    made = Comm(name, tuple(group for group in groups if group))
     block = Block(
-        [f"{name}, {made.ranks} = None, group_of({[list(one) for one in made.groups]})"],
+        [f"{name}, {made.ranks} = None, group_of({[list(group) for group in made.groups]})"],
         [f"{name} = {comm.name}.split({colors}[RANK], {keys}[RANK])"],
         [f"assert {name} is not None and {name}.size == len({made.ranks})"],
     )

@@ -1,7 +1,7 @@
-"""What a program of the fault campaign calls besides pynccl: inputs, what must come out, and what strikes a rank.
+"""Helpers for programs of the fault campaign: inputs, expected results, and signals that hit a rank.
 
-Inputs are small integers, so that every sum is exact in every data type. What must come out is computed by NumPy from
-the inputs of all ranks.
+Inputs are small integers, so that every sum is exact in every data type. NumPy computes the expected results from the
+inputs of all ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _REDUCE = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.mini
 
 
 def sample(step: int, rank: int, count: int) -> Array:
-    """The input of a rank of the job to a step: integers from 0 to 3."""
+    """Return the input of a rank of the job to a step: integers from 0 to 3."""
     return (np.arange(count) * (rank + 2) + step * 5 + rank) % 7 % 4
 
 
@@ -37,12 +37,12 @@ def data(step: int, count: int, dtype: str) -> Tensor:
 
 
 def group_of(groups: Sequence[Sequence[int]]) -> list[int]:
-    """The ranks of the job that are with this one in a communicator, in their order there."""
+    """Return the ranks of the job in this rank's group, in the order of the communicator."""
     return next((list(group) for group in groups if RANK in group), [])
 
 
 def expected(step: int, ranks: Sequence[int], operation: str, count: int, op: str = "sum", root: int = 0) -> Any:
-    """What this rank receives; None if nothing. `count` is that of the smaller buffer."""
+    """Return what this rank receives; None if nothing. `count` is that of the smaller buffer."""
     n, me = len(ranks), list(ranks).index(RANK)
     if operation in ("reduce", "gather") and me != root:
         return None
@@ -58,7 +58,7 @@ def expected(step: int, ranks: Sequence[int], operation: str, count: int, op: st
 
 
 def expected_v(step: int, ranks: Sequence[int], operation: str, counts: Sequence[int], op: str = "sum") -> Array:
-    """The collectives with a count per rank; all_to_all_v sends counts[j] elements to rank j."""
+    """Return the result of a collective with one count per rank. all_to_all_v sends counts[j] elements to rank j."""
     me = list(ranks).index(RANK)
     if operation == "all_gather_v":
         return np.concatenate([sample(step, rank, count) for rank, count in zip(ranks, counts, strict=True)])
@@ -72,18 +72,18 @@ def _reduced(inputs: Sequence[Array], op: str) -> Array:
     return total / len(inputs) if op == "avg" else total
 
 
-def check(step: int, got: Any, want: Any, dtype: str) -> None:
-    """Say so if this is not what must come out."""
-    if want is None:
+def check(step: int, got: Any, expected: Any, dtype: str) -> None:
+    """Print WRONG DATA to stderr if `got` is not the expected result."""
+    if expected is None:
         right = got is None
     else:
-        right = got is not None and torch.equal(got, torch.from_numpy(np.asarray(want)).to(getattr(torch, dtype)))
+        right = got is not None and torch.equal(got, torch.from_numpy(np.asarray(expected)).to(getattr(torch, dtype)))
     if not right:
-        print(f"WRONG DATA: step {step} on rank {RANK}: got {got}, expected {want}", file=sys.stderr, flush=True)
+        print(f"WRONG DATA: step {step} on rank {RANK}: got {got}, expected {expected}", file=sys.stderr, flush=True)
 
 
 def strike(number: signal.Signals, seconds: float) -> None:
-    """Have this process hit by a signal in the middle of what it will be doing then."""
+    """Send this process a signal after so many seconds, in the middle of a call."""
 
     def hit() -> None:
         mark("struck")
@@ -93,13 +93,13 @@ def strike(number: signal.Signals, seconds: float) -> None:
 
 
 def come_late(seconds: float) -> None:
-    """Let another rank wait in its next call until it has been struck, and so much longer."""
+    """Enter the next call only after the signal has hit the other rank, and `seconds` later."""
     wait_for("struck")
     time.sleep(seconds)
 
 
 def mark(name: str) -> None:
-    """Tell the campaign and the other ranks that it has come to this, and when."""
+    """Signal an event to the campaign and the other ranks, with its time."""
     (FOLDER / name).write_text(str(time.monotonic()))
 
 

@@ -1,16 +1,16 @@
-"""Everything that needs a GPU, in three calls of 8.5 minutes at most: probe, ranks, train.
+"""Run all checks that need a GPU, in three calls of at most 8.5 minutes each: probe, ranks, train.
 
-probe   doctor; do two ranks reach each other; streams, overlap, bad ends: what only a GPU can show
-ranks   the rest of tests/gpu with 1, 2 and 4 ranks, which share a GPU where there are too few
-train   train.py --check and --trace; PYNCCL_CHECK=1; perf beside torch
+probe   doctor; whether two ranks reach each other; streams, overlap, hangs and failures
+ranks   the rest of tests/gpu with 1, 2 and 4 ranks, which share GPUs if there are too few
+train   train.py --check and --trace; PYNCCL_CHECK=1; perf compared with torch
 
-Each step is some processes with a limit of time. Where one hangs, its stacks go to the log and everything that the
-step has started is killed. Writes $OUT/gpu_CALL.log and .md (OUT: out), anew after each step. Settings of NCCL in the
-environment go to all steps: NCCL_SOCKET_IFNAME=lo where two ranks do not reach each other. torch for CUDA, libnccl,
-cuda-core and pytest have to be there; nothing is installed or downloaded. Not yet run on a GPU.
+Each step runs processes with a time limit. If a process hangs, its stacks go to the log, and all processes of the step
+are killed. Rewrites $OUT/gpu_CALL.log and .md (OUT: out) after each step. All steps inherit NCCL's settings from the
+environment: set NCCL_SOCKET_IFNAME=lo if two ranks do not reach each other. Requires torch with CUDA, libnccl,
+cuda-core and pytest; installs and downloads nothing. Not yet run on a GPU.
 
-Without a GPU nothing is run, and that is exit code 0. PYNCCL_LIBRARY=host rehearses the steps on the CPU, where the
-tests skip themselves.
+Without a GPU, it runs nothing and exits with 0. PYNCCL_LIBRARY=host rehearses the steps on the CPU, where the tests
+are skipped.
 
 examples:
   python scripts/gpu/gpu_check.py --list
@@ -38,14 +38,14 @@ from pynccl.tools import command
 
 ROOT = Path(__file__).resolve().parents[2]
 CALL_SECONDS = 510.0
-GRACE_SECONDS = 10.0  # for the other ranks, once one has failed
+GRACE_SECONDS = 10.0  # for the other ranks after one failed
 STACKS_SECONDS = 2.0  # for faulthandler to write, between SIGABRT and SIGKILL
 PERF = ["-m", "pynccl", "perf", "all_reduce", "-f", "4", "-c", "1"]
 
 
 @dataclass
 class Step:
-    """What to run, and how it went. ranks: so many processes with RANK set; 0: one without. seconds: the limit."""
+    """A command and its outcome. ranks: number of processes with RANK set; 0: one without. seconds: the limit."""
 
     name: str
     ranks: int
@@ -55,11 +55,11 @@ class Step:
     status: str = "not run"  # passed, failed
     reason: str = ""
     took: float = 0.0
-    output: str = ""  # the end of it, of a rank that failed, else of rank 0
+    output: str = ""  # its end, of a failed rank if there is one, else of rank 0
 
 
 def pytest_of(name: str, ranks: int, seconds: float, *what: str, **env: str) -> Step:
-    """With several ranks the first failure ends a rank: the others are no longer where it is."""
+    """Return a step that runs pytest. With several ranks, a rank stops at its first failure, as it is out of step."""
     options = ["-v", "--tb=short", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=25", *["-x"] * (ranks > 1)]
     return Step(name, ranks, seconds, ["-m", "pytest", *what, *options], env)
 
@@ -69,12 +69,12 @@ def files(*names: str) -> list[str]:
 
 
 def calls(work: Path, gpus: int) -> dict[str, list[Step]]:
-    """The steps of each call; `work` is a folder for what they write."""
+    """Return the steps of each call. They write to the folder `work`."""
     streams, overlap = files("streams", "trace", "watch"), files("overlap_streams", "effects")
-    transforms, own = files("transforms"), files("ends", "perf")  # own: these start processes of their own
-    apart = {*streams, *overlap, *transforms, *own, *files("examples")}
+    transforms, launchers = files("transforms"), files("ends", "perf")  # launchers start their own processes
+    separate = {*streams, *overlap, *transforms, *launchers, *files("examples")}
     paths = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "tests" / "gpu").glob("test_*.py"))
-    others = [path for path in paths if path not in apart]
+    others = [path for path in paths if path not in separate]
     return {
         "probe": [
             Step("doctor", 0, 20, ["-m", "pynccl", "doctor"]),
@@ -111,7 +111,7 @@ def train(work: Path, ranks: int, dtype: str, gpus: int) -> Step:
 
 
 def perform(step: Step, work: Path, gpus: int, limit: float) -> list[Path]:
-    """Run it for at most `limit` seconds and fill in how it went; the logs of its processes."""
+    """Run a step for at most `limit` seconds, fill in its outcome, and return the logs of its processes."""
     logs = [work / f"{step.name}-{rank}.log" for rank in range(max(step.ranks, 1))]
     started, port = time.monotonic(), free_port()
     processes: list[subprocess.Popen[bytes]] = []
@@ -122,17 +122,17 @@ def perform(step: Step, work: Path, gpus: int, limit: float) -> list[Path]:
     finally:
         end(processes)
         step.took = round(time.monotonic() - started, 1)
-    wrong = [(rank, one.returncode) for rank, one in enumerate(processes) if one.returncode]
-    step.reason = step.reason or "; ".join(f"rank {rank} ended with exit code {code}" for rank, code in wrong)
+    wrong = [(rank, process.returncode) for rank, process in enumerate(processes) if process.returncode]
+    step.reason = step.reason or "; ".join(f"rank {rank} exited with code {code}" for rank, code in wrong)
     step.output = logs[wrong[0][0] if wrong else 0].read_text(errors="replace")[-4000:].strip()
     if "pytest" in step.command and " passed" not in step.output:
-        step.reason = step.reason or "no test has passed"
+        step.reason = step.reason or "no test passed"
     step.status = "failed" if step.reason else "passed"
     return logs
 
 
 def start(step: Step, env: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
-    """In a session of its own, so that what it starts can be ended with it."""
+    """Start a process in a new session, so that its children can be killed with it."""
     words = [sys.executable, *step.command]
     with open(log, "wb") as output:
         return subprocess.Popen(
@@ -141,10 +141,10 @@ def start(step: Step, env: dict[str, str], log: Path) -> subprocess.Popen[bytes]
 
 
 def environment(step: Step, work: Path, rank: int, port: int, gpus: int) -> dict[str, str]:
-    """Of one rank; of a single process if the step has no ranks."""
+    """Return the environment of one rank, or of the single process of a step without ranks."""
     env = {"PYNCCL_LIBRARY": "nccl", "OMP_NUM_THREADS": "2", "NCCL_DEBUG": "WARN", **os.environ}
     env |= {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "COLUMNS": "200"}
-    # The folder autograd/ is imported as pynccl_autograd: by a link, as nothing is installed.
+    # A link makes the folder autograd/ importable as pynccl_autograd, since nothing is installed.
     link = work / "site" / "pynccl_autograd"
     if not link.exists():
         link.parent.mkdir(exist_ok=True)
@@ -154,18 +154,18 @@ def environment(step: Step, work: Path, rank: int, port: int, gpus: int) -> dict
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": step.ranks, "LOCAL_WORLD_SIZE": step.ranks}
         env |= {**{name: str(value) for name, value in place.items()}, "MASTER_ADDR": "127.0.0.1"}
         env["MASTER_PORT"] = str(port)
-    if step.ranks > gpus:  # NCCL refuses two ranks of a host on one GPU: before 2.30 they pretend to be on two hosts
+    if step.ranks > gpus:  # NCCL rejects two ranks of a host on one GPU; before 2.30, each needs another host id
         env |= {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_HOSTID": f"rank{rank}"}
     return env | step.env
 
 
 def wait(processes: list[subprocess.Popen[bytes]], deadline: float) -> str:
-    """Until all have ended, or the rest has to be ended: why, else ""."""
+    """Wait until all processes exit. Return why the rest must be killed; "" if all exited."""
     failed, began = "", time.monotonic()
     while None in (codes := [process.poll() for process in processes]):
         if not failed and any(codes):
             rank = next(rank for rank, code in enumerate(codes) if code)
-            failed = f"rank {rank} ended with exit code {codes[rank]}"
+            failed = f"rank {rank} exited with code {codes[rank]}"
             deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         if time.monotonic() > deadline:
             left = ", ".join(str(rank) for rank, code in enumerate(codes) if code is None)
@@ -176,17 +176,17 @@ def wait(processes: list[subprocess.Popen[bytes]], deadline: float) -> str:
 
 
 def end(processes: list[subprocess.Popen[bytes]]) -> None:
-    """Everything that the step has started and that still runs; a process in C answers no signal but SIGKILL."""
+    """Kill all processes of a step. A process inside C code responds to SIGKILL only."""
     alive = [process for process in processes if process.poll() is None]
     for process in alive:
-        process.send_signal(signal.SIGABRT)  # upon which faulthandler writes the stacks to the log
+        process.send_signal(signal.SIGABRT)  # faulthandler then writes the stacks to the log
     deadline = time.monotonic() + STACKS_SECONDS
     while time.monotonic() < deadline and None in [process.poll() for process in alive]:
         time.sleep(0.05)
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # one that the driver holds is left alone
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a process stuck in the driver is left behind
             process.wait(5)
 
 
@@ -198,7 +198,7 @@ def free_port() -> int:
 
 
 def run(name: str, steps: list[Step], work: Path, gpus: int, budget: float) -> None:
-    """All steps; the page is written anew after each."""
+    """Run all steps, and rewrite the page after each."""
     out = Path(os.environ.get("OUT", "out"))
     out.mkdir(parents=True, exist_ok=True)
     (out / f"gpu_{name}.log").unlink(missing_ok=True)
@@ -206,7 +206,7 @@ def run(name: str, steps: list[Step], work: Path, gpus: int, budget: float) -> N
     for step in steps:
         left = deadline - time.monotonic()
         if left < step.seconds / 4:
-            step.reason = f"{max(left, 0):.0f} s are left, its limit is {step.seconds:g} s"
+            step.reason = f"only {max(left, 0):.0f} s left; its limit is {step.seconds:g} s"
         elif unreachable and step.ranks > gpus:
             step.reason = "two ranks on one GPU do not reach each other"
         else:
@@ -228,36 +228,36 @@ def page(name: str, steps: list[Step]) -> str:
 
 
 def main() -> int:
-    parser = command.Parser(__doc__, failed="a step failed, or was not run")
-    parser.add_argument("what", nargs="*", help="probe, ranks, train, or names of steps; default: all three calls")
+    parser = command.Parser(__doc__, failed="a step failed or was not run")
+    parser.add_argument("what", nargs="*", help="probe, ranks, train, or names of steps (default: all three calls)")
     parser.add_argument(
-        "--budget", type=command.number(1, "seconds"), default=CALL_SECONDS, help="seconds for a call (%(default)g)"
+        "--budget", type=command.number(1, "seconds"), default=CALL_SECONDS, help="seconds per call (%(default)g)"
     )
-    parser.add_argument("--list", action="store_true", help="print the steps and their limits, and run nothing")
+    parser.add_argument("--list", action="store_true", help="print the steps and their limits without running them")
     options = parser.parse_args()
     rehearsed = os.environ.get("PYNCCL_LIBRARY") == "host"
     gpus = 0 if rehearsed else gpu_count()
     with tempfile.TemporaryDirectory(prefix="gpu_check-", ignore_cleanup_errors=True) as folder:
-        every = calls(Path(folder), gpus)
-        steps = {step.name: step for one in every.values() for step in one}
-        if unknown := [name for name in options.what if name not in (*every, *steps)]:
-            parser.error(f"{unknown[0]}: neither a call nor a step; there are {', '.join((*every, *steps))}")
+        all_calls = calls(Path(folder), gpus)
+        steps = {step.name: step for group in all_calls.values() for step in group}
+        if unknown := [name for name in options.what if name not in (*all_calls, *steps)]:
+            parser.error(f"{unknown[0]}: neither a call nor a step; expected some of {', '.join((*all_calls, *steps))}")
         if options.list:
-            for name, own in every.items():
-                print(f"{name}: limits of {sum(step.seconds for step in own):g} s in all")
-                for step in own:
+            for name, group in all_calls.items():
+                print(f"{name}: limits of {sum(step.seconds for step in group):g} s in all")
+                for step in group:
                     print(f"  {step.name:18s}{step.seconds:5g} s  {step.ranks or 1} x python {' '.join(step.command)}")
             return 0
         if not rehearsed and (problem := gpu_problem()):
-            print(f"no GPU, so nothing to check: {problem}")
+            print(f"no GPU, nothing to check: {problem}")
             return 0
-        chosen = {name: every[name] for name in every if name in (options.what or every)}
+        chosen = {name: all_calls[name] for name in all_calls if name in (options.what or all_calls)}
         if single := [steps[name] for name in options.what if name in steps]:
             chosen["steps"] = single
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that what a step has started is ended
-        for name, own in chosen.items():
-            run(name, own, Path(folder), gpus, options.budget)
-        return int(any(step.status != "passed" for own in chosen.values() for step in own))
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the processes of a step are killed
+        for name, group in chosen.items():
+            run(name, group, Path(folder), gpus, options.budget)
+        return int(any(step.status != "passed" for group in chosen.values() for step in group))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Fine-tune a model of Hugging Face's library: tensor and sequence parallel over all ranks.
+"""Fine-tune a Hugging Face model with tensor and sequence parallelism over all ranks.
 
 examples:
   torchrun --nproc-per-node=2 scripts/recipes/hugging_face.py
@@ -35,7 +35,7 @@ def tune(model: Any, batches: list[Tensor], comm: pynccl.Communicator | None) ->
 
 
 def small_llama() -> nn.Module:
-    """With random weights. Your own: LlamaForCausalLM.from_pretrained(folder)."""
+    """Return a Llama with random weights. To use yours: LlamaForCausalLM.from_pretrained(folder)."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -46,9 +46,9 @@ def main(comm: pynccl.Communicator) -> str:
     torch.manual_seed(0)
     model = small_llama().to(comm.device)
     batches = [torch.randint(WORDS, (2, 4 * comm.size)).to(comm.device) for _ in range(STEPS)]
-    alone = tune(copy.deepcopy(model), batches, None)
-    together = tune(model, batches, comm)
-    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-4)
+    expected = tune(copy.deepcopy(model), batches, None)
+    losses = tune(model, batches, comm)
+    torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-4)
     return f"hugging_face: the losses of {STEPS} steps on {comm.size} ranks equal those of one process"
 
 

@@ -1,4 +1,4 @@
-"""The backward pass is entered on every rank, and PYNCCL_CHECK=1 says where ranks disagree in it."""
+"""ad.anchor enters the backward pass on every rank, and PYNCCL_CHECK=1 reports where ranks disagree in it."""
 
 from __future__ import annotations
 
@@ -16,46 +16,46 @@ import pynccl_autograd as ad
 from pynccl import Communicator
 
 
-def checked(comm: Communicator) -> Communicator:
+def checking_communicator(comm: Communicator) -> Communicator:
     os.environ["PYNCCL_CHECK"] = "1"
-    own = comm.split(0)
-    assert own is not None and own.checking
-    return own
+    checked_comm = comm.split(0)
+    assert checked_comm is not None and checked_comm.checking
+    return checked_comm
 
 
 def disagreements(comm: Communicator) -> list[str]:
-    """Rank 1 enters another adjoint than the others; then cotangents that differ though they should be alike."""
+    """Errors of a rank that enters a different adjoint, and of cotangents that should be equal and are not."""
     messages = []
-    with checked(comm) as own:  # what is right stays right: rounding, infinities
+    with checking_communicator(comm) as checked_comm:  # equal up to rounding, NaN and infinities: no error
         x = torch.ones(3, requires_grad=True)
-        g = torch.tensor([float("nan"), float("inf"), 1.0 + 1e-7 * own.rank])
-        ad.all_reduce(x, own, grad="replicated").backward(g)
+        g = torch.tensor([float("nan"), float("inf"), 1.0 + 1e-7 * checked_comm.rank])
+        ad.all_reduce(x, checked_comm, grad="replicated").backward(g)
         assert x.grad.tolist()[1:] == g.tolist()[1:]
-    own = checked(comm)
+    checked_comm = checking_communicator(comm)
     x = torch.ones(2, requires_grad=True)
-    first = ad.all_reduce(x, own, grad="sum")
-    second = ad.all_reduce(x, own, grad="sum")
-    loss = second.sum() if own.rank == 1 else first.sum()
-    with own, pytest.raises(pynccl.NcclInvalidUsage) as caught:
+    first = ad.all_reduce(x, checked_comm, grad="sum")
+    second = ad.all_reduce(x, checked_comm, grad="sum")
+    loss = second.sum() if checked_comm.rank == 1 else first.sum()
+    with checked_comm, pytest.raises(pynccl.NcclInvalidUsage) as caught:
         loss.backward()
     messages.append(str(caught.value))
     calls: list[Callable[[Tensor, Communicator], Tensor]] = [
-        lambda x, own: ad.all_gather(x, own, 0, grad="replicated"),
-        lambda x, own: ad.all_reduce([x, x], own, grad="replicated")[0],
-        lambda x, own: ad.start(ad.all_gather, x, own, 0, grad="replicated").wait(),
+        lambda x, checked_comm: ad.all_gather(x, checked_comm, 0, grad="replicated"),
+        lambda x, checked_comm: ad.all_reduce([x, x], checked_comm, grad="replicated")[0],
+        lambda x, checked_comm: ad.start(ad.all_gather, x, checked_comm, 0, grad="replicated").wait(),
     ]
     for call in calls:
-        own = checked(comm)
-        y = call(torch.ones(2, 2, requires_grad=True), own)
+        checked_comm = checking_communicator(comm)
+        y = call(torch.ones(2, 2, requires_grad=True), checked_comm)
         g = torch.ones_like(y)
-        g[1, 0] += own.rank
-        with own, pytest.raises(pynccl.NcclInvalidUsage) as caught:
+        g[1, 0] += checked_comm.rank
+        with checked_comm, pytest.raises(pynccl.NcclInvalidUsage) as caught:
             y.backward(g)
         messages.append(str(caught.value))
     return messages
 
 
-def test_ranks_that_disagree_in_the_backward_pass_are_named_with_their_forward_lines(ranks: RankPool) -> None:
+def test_backward_disagreements_name_the_ranks_and_their_forward_lines(ranks: RankPool) -> None:
     for rank, (branch, *unequal) in enumerate(ranks.run(3, disagreements)):
         assert "disagree in the backward pass" in branch and "ad.anchor" in branch
         assert f"rank {rank}: backward of all_reduce, forward call no. {2 if rank == 1 else 1}" in branch
@@ -66,7 +66,7 @@ def test_ranks_that_disagree_in_the_backward_pass_are_named_with_their_forward_l
             assert "index (1, 0)" in message and "rank 0 has 1, rank 1 has 2" in message
 
 
-# A gradient penalty, of the third order, where one rank leaves the outputs unused
+# A third-order gradient penalty, where one rank leaves the outputs unused
 
 
 def inputs(n: int) -> list[Tensor]:
@@ -75,7 +75,7 @@ def inputs(n: int) -> list[Tensor]:
 
 
 def penalties(loss: Tensor, xs: list[Tensor]) -> list[list[Tensor]]:
-    """The gradient of the loss, of the loss with a penalty on that gradient, of that with a penalty on its own."""
+    """Gradients of the loss, each time after adding the squared norm of the previous gradient to it."""
     found = []
     for _ in range(3):
         gradient = torch.autograd.grad(loss, xs, create_graph=True)
@@ -84,7 +84,7 @@ def penalties(loss: Tensor, xs: list[Tensor]) -> list[list[Tensor]]:
     return found
 
 
-def used(y: Tensor, z: Tensor) -> Tensor:
+def output_loss(y: Tensor, z: Tensor) -> Tensor:
     return (y**4).sum() + (y[0] * z).sum() + (z**3).sum()
 
 
@@ -92,15 +92,15 @@ def gradient_penalty(comm: Communicator) -> list[Tensor]:
     x = inputs(comm.size)[comm.rank]
     y = ad.all_reduce(x.sin(), comm, grad="sum")
     z = ad.all_gather(x * 2, comm, grad="sum")
-    y, z = (y, z) if comm.rank == 0 else (y + float("nan"), z + float("inf"))  # what is not used does not matter
-    loss = used(y, z) if comm.rank == 0 else ad.anchor(torch.zeros(()).double(), y, z, torch.arange(3), x[:0])
+    y, z = (y, z) if comm.rank == 0 else (y + float("nan"), z + float("inf"))  # unused values do not matter
+    loss = output_loss(y, z) if comm.rank == 0 else ad.anchor(torch.zeros(()).double(), y, z, torch.arange(3), x[:0])
     return [gradient for (gradient,) in penalties(loss + (x**3).sum(), [x])]
 
 
 def test_a_gradient_penalty_enters_the_collectives_of_unused_outputs(ranks: RankPool) -> None:
     xs = inputs(2)
-    loss = used(torch.stack([x.sin() for x in xs]).sum(0), torch.cat([x * 2 for x in xs]))
+    loss = output_loss(torch.stack([x.sin() for x in xs]).sum(0), torch.cat([x * 2 for x in xs]))
     expected = penalties(loss + torch.stack([(x**3).sum() for x in xs]).sum(), xs)
     for rank, found in enumerate(ranks.run(2, gradient_penalty)):
-        for gradient, wanted in zip(found, expected, strict=True):
-            torch.testing.assert_close(gradient, wanted[rank], rtol=1e-10, atol=1e-10)
+        for gradient, expected_gradients in zip(found, expected, strict=True):
+            torch.testing.assert_close(gradient, expected_gradients[rank], rtol=1e-10, atol=1e-10)

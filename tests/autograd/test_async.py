@@ -1,4 +1,4 @@
-"""start and wait: results and gradients of the synchronous functions, wherever wait() is called and however often."""
+"""ad.start and wait(): same results and gradients as the synchronous functions, wherever wait() is called."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pynccl_autograd import work
 
 
 def order_of_backward(comm: Communicator) -> list[str]:
-    """What runs while the adjoint is under way: the work between start and wait, backwards."""
+    """Log the order in which the backward pass starts the adjoint, runs the work in between and waits."""
     log: list[str] = []
     launch, result = work._Pending.launch, work._Pending.result
     with pytest.MonkeyPatch.context() as patch:
@@ -32,13 +32,13 @@ def order_of_backward(comm: Communicator) -> list[str]:
     return log
 
 
-def test_the_adjoint_starts_before_the_backward_of_the_work_between_and_is_waited_for_after_it(ranks: RankPool) -> None:
+def test_the_adjoint_overlaps_the_backward_of_the_work_between_start_and_wait(ranks: RankPool) -> None:
     forward, backward = ["launch all_gather", "result all_gather"], ["launch reduce_scatter", "result reduce_scatter"]
     assert ranks.run(2, order_of_backward) == [[*forward, backward[0], "between", backward[1]]] * 2
 
 
-def several_under_way(comm: Communicator) -> None:
-    """Waited for in another order than started, one never; with a synchronous call in between."""
+def several_in_flight(comm: Communicator) -> None:
+    """Wait in another order than started, never wait for one handle, and make a synchronous call in between."""
     xs = [torch.full((4,), float(i), requires_grad=True) for i in range(4)]
     handles = [ad.start(ad.all_reduce, x, comm, grad="sum") for x in xs]
     ad.start(ad.all_reduce, xs[1] * 3, comm, grad="sum")
@@ -49,8 +49,8 @@ def several_under_way(comm: Communicator) -> None:
     assert [x.grad.tolist()[0] for x in xs] == [comm.size * (i + 1.0 + 4 * (i == 0)) for i in range(4)]
 
 
-def test_several_may_be_under_way_and_waited_for_in_any_order(ranks: RankPool) -> None:
-    ranks.run(2, several_under_way)
+def test_several_operations_can_be_in_flight_and_waited_for_in_any_order(ranks: RankPool) -> None:
+    ranks.run(2, several_in_flight)
 
 
 # Where wait() is called
@@ -81,7 +81,7 @@ def in_a_checkpoint(handle: ad.Work) -> Tensor:
 
 
 def derivatives(comm: Communicator) -> None:
-    """First and second derivatives, twice, beside those of the synchronous operation."""
+    """Compare first and second derivatives, taken twice, with those of the synchronous operation."""
     for wait in (under_no_grad, under_inference_mode, in_a_thread, in_a_checkpoint):
         found = []
         for asynchronous in (False, True):

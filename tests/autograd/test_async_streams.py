@@ -1,6 +1,6 @@
-"""start and wait under different CUDA streams: the memory is used anew only after whoever works on it has passed.
+"""start and wait() on different CUDA streams: memory is reused only after all streams have finished with it.
 
-torch's streams stand in here, and write down who waits for whom; tests/gpu has the same on real ones."""
+Fake streams record which stream waits for which; tests/gpu runs the same cases on real streams."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pynccl_autograd.work import Work, _start
 
 
 class FakeStream:
-    """torch.cuda.Stream, as far as it is used."""
+    """A stand-in for torch.cuda.Stream that logs each wait."""
 
     log: list[str]
     device = torch.device("cuda", 0)
@@ -67,11 +67,11 @@ class Comm:
     """A communicator of two ranks on a GPU."""
 
     library = SimpleNamespace(is_host=False)
-    device, size, checking, recorded = "cuda:0", 2, False, False
+    device, size, checking, _is_recorded = "cuda:0", 2, False, False
 
 
-def started(log: list[str]) -> Work:
-    """The identity, of which launch and result are noted."""
+def start_identity(log: list[str]) -> Work:
+    """Start an identity operation that logs its launch and its result."""
 
     def prepare(x: torch.Tensor, comm: Any, *params: Any) -> Prepared:
         def launch(stream: Any) -> None:
@@ -88,22 +88,22 @@ def started(log: list[str]) -> Work:
     return _start(Comm(), call)  # type: ignore[arg-type]
 
 
-def beginning(stream: str) -> list[str]:
+def launch_log(stream: str) -> list[str]:
     return [f"side waits for {stream}", "launch", "an event of side"]
 
 
-def test_the_stream_of_start_waits_for_another_one_that_has_waited(log: list[str]) -> None:
-    handle = started(log)
+def test_the_start_stream_waits_for_another_stream_that_called_wait(log: list[str]) -> None:
+    handle = start_identity(log)
     with torch.cuda.stream("second"):  # type: ignore[arg-type]
         handle.wait()
     waits = ["second waits for the event of side", "result", "default waits for second"]
-    assert log == [*beginning("default"), *waits, "the allocator knows of second"]
+    assert log == [*launch_log("default"), *waits, "the allocator knows of second"]
 
 
-def test_the_stream_of_start_waits_for_what_nobody_has_waited_for(log: list[str]) -> None:
+def test_the_start_stream_waits_for_an_operation_that_is_never_waited_for(log: list[str]) -> None:
     with torch.cuda.stream("first"):  # type: ignore[arg-type]
-        cycle: list[Any] = [started(log)]
+        cycle: list[Any] = [start_identity(log)]
     cycle.append(cycle)
     del cycle
     gc.collect()
-    assert log == [*beginning("first"), "first waits for the event of side"]
+    assert log == [*launch_log("first"), "first waits for the event of side"]

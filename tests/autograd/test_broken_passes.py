@@ -1,4 +1,4 @@
-"""Passes that an exception ends while communication is under way: what comes after them has nothing of it."""
+"""Backward passes that raise while communication is in flight do not affect the passes after them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ WIDTH = 8
 
 
 @pytest.fixture(scope="module")
-def slow() -> Iterator[RankPool]:
-    """Ranks whose messages are under way for a while."""
+def slow_ranks() -> Iterator[RankPool]:
+    """Ranks whose messages take 10 ms."""
     pool = RankPool({**HOST, "PYNCCL_HOST_LINK": "latency=10ms"})
     yield pool
     pool.close()
 
 
-def model_of() -> nn.Sequential:
+def make_model() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))).double()
 
@@ -33,27 +33,27 @@ def batch(rank: int, step: int) -> Tensor:
     return torch.randn(5, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def break_off(model: nn.Sequential, x: Tensor) -> None:
-    """A backward pass that raises before it comes to the first layer, when buckets of the others are under way."""
+def interrupt_backward(model: nn.Sequential, x: Tensor) -> None:
+    """Raise in a backward pass before its first layer, while buckets of the other layers are in flight."""
 
-    def refuse(grad: Tensor) -> None:
+    def raise_arithmetic_error(grad: Tensor) -> None:
         raise ArithmeticError("refused")
 
     y = model[0](x)
-    y.register_hook(refuse)
+    y.register_hook(raise_arithmetic_error)
     with pytest.raises(ArithmeticError, match="refused"):
         model[1:](y).square().sum().backward()
 
 
-def break_off_whole(model: nn.Sequential, x: Tensor) -> None:
-    """The same of a call of the model."""
-    handle = model[0].register_full_backward_hook(_refuse)
+def interrupt_model_backward(model: nn.Sequential, x: Tensor) -> None:
+    """The same, when the model itself is called."""
+    handle = model[0].register_full_backward_hook(_raise_arithmetic_error)
     with pytest.raises(ArithmeticError, match="refused"):
         model(x).square().sum().backward()
     handle.remove()
 
 
-def _refuse(*given: Any) -> None:
+def _raise_arithmetic_error(*args: Any) -> None:
     raise ArithmeticError("refused")
 
 
@@ -66,24 +66,24 @@ RESETS: dict[str, Callable[[nn.Module, Any], object]] = {
 
 def after_a_broken_pass(comm: Communicator, options: dict[str, Any], reset: str) -> None:
     for called in (True, False):
-        model, alone = model_of(), model_of()
+        model, expected = make_model(), make_model()
         averaged = ad.DataParallelGradients(model, comm, 300, **options)
         for step in range(4):  # the first pass shows the order; the second breaks, and no_sync() follows the third
             RESETS[reset](model, averaged)
             if step in (1, 3):
-                (break_off_whole if called else break_off)(model, batch(comm.rank, step))
+                (interrupt_model_backward if called else interrupt_backward)(model, batch(comm.rank, step))
                 RESETS[reset](model, averaged)
             if step == 3:
                 with averaged.no_sync():
                     model(batch(comm.rank, step)).square().sum().backward()
             run = model if called else model.forward
             run(batch(comm.rank, step)).square().sum().backward()
-            alone.zero_grad()
+            expected.zero_grad()
             for rank in range(comm.size):
-                (alone(batch(rank, step)).square().sum() * (2 if step == 3 else 1) / comm.size).backward()
-            for (name, one), other in zip(model.named_parameters(), alone.parameters(), strict=True):
-                assert one.grad is not None and other.grad is not None
-                torch.testing.assert_close(one.grad, other.grad, msg=lambda text, at=(name, step): f"{at}: {text}")  # type: ignore[misc]
+                (expected(batch(rank, step)).square().sum() * (2 if step == 3 else 1) / comm.size).backward()
+            for (name, p), q in zip(model.named_parameters(), expected.parameters(), strict=True):
+                assert p.grad is not None and q.grad is not None
+                torch.testing.assert_close(p.grad, q.grad, msg=lambda text, at=(name, step): f"{at}: {text}")  # type: ignore[misc]
         averaged.remove()
 
 
@@ -95,7 +95,7 @@ def after_a_broken_pass(comm: Communicator, options: dict[str, Any], reset: str)
         (3, "to zeros", {"gradient_as_bucket_view": True}),
     ],
 )
-def test_a_broken_pass_leaves_nothing_in_the_buckets(
-    slow: RankPool, n: int, reset: str, options: dict[str, Any]
+def test_an_interrupted_pass_leaves_no_gradients_in_the_buckets(
+    slow_ranks: RankPool, n: int, reset: str, options: dict[str, Any]
 ) -> None:
-    slow.run(n, after_a_broken_pass, options, reset)
+    slow_ranks.run(n, after_a_broken_pass, options, reset)

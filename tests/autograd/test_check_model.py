@@ -1,4 +1,4 @@
-"""check_model: a right model passes, each planted mistake is named alike on all ranks, bad input is refused."""
+"""check_model accepts a correct model, reports each planted mistake identically on all ranks, and rejects bad input."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SEQUENCE, BATCH, WIDTH, HIDDEN = 8, 3, 12, 24
 
 
 class Block(nn.Module):
-    """Its forward is the loss. up and down are nn.Linear, or layers that are cut, or told to make a mistake."""
+    """A block whose forward returns the loss. up and down are nn.Linear or their sharded counterparts."""
 
     norm: Any
     up: Any
@@ -33,42 +33,42 @@ class Block(nn.Module):
         return (x + self.down(torch.tanh(self.up(self.norm(x))))).square().sum()
 
 
-def whole_block(dtype: torch.dtype = torch.float64) -> Block:
+def reference_block(dtype: torch.dtype = torch.float64) -> Block:
     torch.manual_seed(3)
     block = Block(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH))
     nn.init.normal_(block.norm.weight)
     return block.to(dtype)
 
 
-def whole_batch(dtype: torch.dtype = torch.float64) -> Tensor:
+def full_batch(dtype: torch.dtype = torch.float64) -> Tensor:
     generator = torch.Generator().manual_seed(4)
     return torch.randn(SEQUENCE, BATCH, WIDTH, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def cut_block(whole: Block, comm: Communicator, sequence_parallel: bool = False, **options: Any) -> Block:
-    up = ad.ColumnParallelLinear.from_linear(whole.up, comm, sequence_parallel, **options)
-    down = ad.RowParallelLinear.from_linear(whole.down, comm, sequence_parallel)
-    return Block(copy.deepcopy(whole.norm), up, down)
+def sharded_block(full: Block, comm: Communicator, sequence_parallel: bool = False, **options: Any) -> Block:
+    up = ad.ColumnParallelLinear.from_linear(full.up, comm, sequence_parallel, **options)
+    down = ad.RowParallelLinear.from_linear(full.down, comm, sequence_parallel)
+    return Block(copy.deepcopy(full.norm), up, down)
 
 
 def mark_partial(module: nn.Module, comm: Communicator) -> None:
     for parameter in module.parameters():
-        parameter.shard = ad.Shard(comm, None, parameter.shape, partial=True)  # type: ignore[attr-defined]
+        ad.set_shard(parameter, ad.Shard(comm, None, parameter.shape, partial=True))
 
 
-def right(comm: Communicator) -> None:
-    """In each type, with and without sequence parallelism."""
+def check_correct_models(comm: Communicator) -> None:
+    """Check in each dtype, with and without sequence parallelism."""
     for sequence_parallel in (False, True):
         for dtype, bound in ((torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 5e-2)):
-            whole = whole_block(dtype)
-            model = cut_block(whole, comm, sequence_parallel)
-            kept = torch.ones_like(whole.norm.weight)
-            model.norm.weight.grad = whole.norm.weight.grad = kept
-            x, options = whole_batch(dtype), {}
+            full = reference_block(dtype)
+            model = sharded_block(full, comm, sequence_parallel)
+            kept = torch.ones_like(full.norm.weight)
+            model.norm.weight.grad = full.norm.weight.grad = kept
+            x, options = full_batch(dtype), {}
             if sequence_parallel:
                 mark_partial(model.norm, comm)
                 x, options = x.chunk(comm.size)[comm.rank], {"batch_dim": 0}
-            report = ad.testing.check_model(model, whole, x, comm, **options)
+            report = ad.testing.check_model(model, full, x, comm, **options)
             assert model.norm.weight.grad is kept and model.up.weight.grad is None
             assert (report.parameters, report.wrong, report.differences) == (6, 0, ())
             assert report.error <= bound and "6 gradients equal the reference's" in str(report)
@@ -77,49 +77,49 @@ def right(comm: Communicator) -> None:
 
 
 @pytest.mark.parametrize("n", [2, 4])
-def test_a_right_model_passes(ranks: RankPool, n: int) -> None:
-    ranks.run(n, right)
+def test_a_correct_model_passes(ranks: RankPool, n: int) -> None:
+    ranks.run(n, check_correct_models)
 
 
 # ------------------------------------------------------------------------------------------------------------ mistakes
 
 
 def mistakes(comm: Communicator) -> list[str]:
-    """What is said of each: the explanation of every wrong gradient, and words of the report."""
-    whole, x, reports = whole_block(), whole_batch(), []
-    own = x.chunk(comm.size)[comm.rank]
+    """Return the report of each mistake, after checking its explanation of every wrong gradient."""
+    full, x, reports = reference_block(), full_batch(), []
+    own_shard = x.chunk(comm.size)[comm.rank]
 
-    def told(model: nn.Module, explanations: dict[str, Any], words: str, *args: Any, **options: Any) -> None:
+    def expect_report(model: nn.Module, explanations: dict[str, Any], words: str, *args: Any, **options: Any) -> None:
         with pytest.raises(ad.testing.ModelError) as caught:
-            ad.testing.check_model(model, whole, *args, **options)
+            ad.testing.check_model(model, full, *args, **options)
         report = caught.value.report
-        assert {one.name: one.explanation for one in report.differences} == explanations
+        assert {difference.name: difference.explanation for difference in report.differences} == explanations
         assert report.wrong == len(explanations) and words in str(report) == str(caught.value)
         reports.append(str(report))
 
-    model = cut_block(whole, comm)
-    ad.testing.check_model(model, whole, x, comm)
+    model = sharded_block(full, comm)
+    ad.testing.check_model(model, full, x, comm)
 
     def scale(model: Any) -> None:
         for parameter in model.parameters():
             parameter.grad.mul_(comm.size)
 
     factor = f"factor: {comm.size} times the gradient, on {comm.size} ranks"
-    told(model, {name: "factor" for name, _ in model.named_parameters()}, factor, x, comm, finish=scale)
+    expect_report(model, {name: "factor" for name, _ in model.named_parameters()}, factor, x, comm, finish=scale)
 
     def spoil(model: Any) -> None:
         model.up.bias.grad.mul_(torch.arange(HIDDEN // comm.size))
 
-    told(model, {"up.bias": None}, "wrong by more than a factor", x, comm, finish=spoil)
+    expect_report(model, {"up.bias": None}, "neither a constant factor nor a missing sum", x, comm, finish=spoil)
 
     missing = {"norm.weight": "missing sum", "norm.bias": "missing sum"}
-    model = cut_block(whole, comm, True)
-    mark = "parameter.shard = ad.Shard(comm, None, parameter.shape, partial=True)"
-    told(model, missing, mark, own, comm, batch_dim=0)
+    model = sharded_block(full, comm, True)
+    mark = "ad.set_shard(parameter, ad.Shard(comm, None, parameter.shape, partial=True))"
+    expect_report(model, missing, mark, own_shard, comm, batch_dim=0)
     mark_partial(model.norm, comm)
-    finish = "call ad.finish_gradients(model) after backward()"
-    told(model, missing, finish, own, comm, batch_dim=0, finish=lambda model: None)
-    told(cut_block(whole, comm, gather_input=False), missing, "or put ad.copy(x, comm)", x, comm)
+    finish = "ad.finish_gradients(model)"
+    expect_report(model, missing, finish, own_shard, comm, batch_dim=0, finish=lambda model: None)
+    expect_report(sharded_block(full, comm, gather_input=False), missing, "or apply ad.copy(x, comm)", x, comm)
     return reports
 
 
@@ -132,28 +132,28 @@ def test_a_mistake_is_named_by_its_parameter_and_its_explanation(ranks: RankPool
 # ----------------------------------------------------------------------------------------------------------- bad input
 
 
-def refused(comm: Communicator) -> None:
-    """Also by the ranks on which all is well: rank 1 is wrong alone."""
-    check, whole, x, alone = ad.testing.check_model, whole_block(), whole_batch(), comm.rank == 1
-    model, unmarked, other = (cut_block(whole, comm) for _ in range(3))
-    if alone:
+def check_bad_input(comm: Communicator) -> None:
+    """Only rank 1 passes bad input; the other ranks raise too."""
+    check, full, x, bad = ad.testing.check_model, reference_block(), full_batch(), comm.rank == 1
+    model, unmarked, other = (sharded_block(full, comm) for _ in range(3))
+    if bad:
         del unmarked.up.weight.shard
         other.up.bias.data[3] += 0.5
     names, mark = "norm.weight, norm.bias, up.weight, ..", r"expected \[24, 12\].*ad.Shard\(comm, dim, \[24, 12\]\)"
     check_dim = partial(check, batch_dim=3)
     rows: list[tuple[Any, tuple[Any, ...], type[Exception], str]] = [
-        (check, ("block" if alone else model, whole, x), TypeError, "model is 'block', expected a torch.nn.Module"),
-        (check_dim, (model, whole, x), ValueError, r"batch_dim is 3, but a tensor of the batch has shape \[8, 3, 12\]"),
-        (check, (model, whole, x + alone), ValueError, r"losses are \[.*\] on the ranks, expected one value"),
-        (check, (nn.Identity(), whole, x), ValueError, f"no rank's model has {names}"),
-        (check, (unmarked, whole, x), ValueError, rf"up.weight has shape \[12, 12\], {mark}"),
-        (check, (other, whole, x), ValueError, "up.bias differs on rank 1 from its part of the reference's, by 0.5"),
+        (check, ("block" if bad else model, full, x), TypeError, "model is 'block', expected a torch.nn.Module"),
+        (check_dim, (model, full, x), ValueError, r"batch_dim is 3, but a tensor of the batch has shape \[8, 3, 12\]"),
+        (check, (model, full, x + bad), ValueError, r"losses are \[.*\] on the ranks, expected equal losses"),
+        (check, (nn.Identity(), full, x), ValueError, f"no rank's model has {names}"),
+        (check, (unmarked, full, x), ValueError, rf"up.weight has shape \[12, 12\], {mark}"),
+        (check, (other, full, x), ValueError, "up.bias on rank 1 differs from its shard of the reference by 0.5"),
     ]
     for function, args, error, words in rows:
-        with pytest.raises(error if alone else (error, RuntimeError), match=words):
+        with pytest.raises(error if bad else (error, RuntimeError), match=words):
             function(*args, comm)
-    assert check(model, whole, x, comm).wrong == 0  # nothing that came before has left a trace
+    assert check(model, full, x, comm).wrong == 0  # the failed checks have no lasting effect
 
 
-def test_bad_input_is_refused_on_every_rank_alike(ranks: RankPool) -> None:
-    ranks.run(2, refused)
+def test_bad_input_raises_on_every_rank(ranks: RankPool) -> None:
+    ranks.run(2, check_bad_input)

@@ -1,4 +1,4 @@
-"""Models with parts for parameters in checkpoints of torch.distributed.checkpoint."""
+"""Models with sharded parameters in checkpoints of torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import HIDDEN, WIDTH, loaded, steps, whole_model, with_group
+from checkpoints import HIDDEN, WIDTH, full_model, init_gloo, sharded_model, train
 from ranks import RankPool
 from torch import nn
 
@@ -15,15 +15,15 @@ import pynccl_autograd as ad
 from pynccl import Communicator
 
 
-def trained(comm: Communicator | None, count: int) -> tuple[Any, torch.optim.Optimizer]:
-    """A model, of parts if there is a communicator, after some steps, with a group of its own for one parameter."""
-    model: Any = whole_model() if comm is None else loaded(comm)
+def trained_model(comm: Communicator | None, count: int) -> tuple[Any, torch.optim.Optimizer]:
+    """A model (sharded if there is a communicator) and its optimizer with two parameter groups, after some steps."""
+    model: Any = full_model() if comm is None else sharded_model(comm)
     model.norm.bias.requires_grad_(False)
-    model.unused = nn.Parameter(torch.ones(2, dtype=torch.float64))  # it has no gradient, and so no state
-    others = [one for name, one in model.named_parameters() if name not in ("up.weight", "unused")]
+    model.unused = nn.Parameter(torch.ones(2, dtype=torch.float64))  # no gradient, hence no optimizer state
+    others = [parameter for name, parameter in model.named_parameters() if name not in ("up.weight", "unused")]
     groups = [{"params": [model.up.weight, model.unused], "lr": 0.02}, {"params": others}]
     optimizer = torch.optim.AdamW(groups, lr=0.05, betas=(0.8, 0.9), amsgrad=True)
-    steps(model, optimizer, count)
+    train(model, optimizer, count)
     return model, optimizer
 
 
@@ -31,17 +31,17 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, An
     return {"model": ad.dcp_state_dict(model), "optimizer": ad.dcp_optimizer_state_dict(model, optimizer)}
 
 
-def stops(comm: Communicator, folder: str, asynchronous: bool) -> None:
+def train_and_save(comm: Communicator, folder: str, asynchronous: bool) -> None:
     import torch.distributed.checkpoint as dcp
 
-    dist = with_group(comm, f"{folder}-store-{comm.size}")
+    dist = init_gloo(comm, f"{folder}-store-{comm.size}")
     try:
-        model, optimizer = trained(comm, 3)
-        optimizer.param_groups[1]["lr"] = 0.03  # as a schedule would
+        model, optimizer = trained_model(comm, 3)
+        optimizer.param_groups[1]["lr"] = 0.03  # as a learning rate schedule would
         if asynchronous:
             done = dcp.async_save(state_of(model, optimizer), checkpoint_id=folder)
             for parameter in model.parameters():
-                parameter.detach().zero_()  # it has been copied
+                parameter.detach().zero_()  # the save has copied it
             done.result()  # type: ignore[union-attr]
         else:
             dcp.save(state_of(model, optimizer), checkpoint_id=folder)
@@ -49,42 +49,42 @@ def stops(comm: Communicator, folder: str, asynchronous: bool) -> None:
         dist.destroy_process_group()
 
 
-def goes_on(comm: Communicator | None, folder: str, steps_before: int) -> None:
-    """As the unsharded model after as many steps, whatever state there was before."""
+def load_and_train(comm: Communicator | None, folder: str, steps_before: int) -> None:
+    """Load, and check that training continues as in the unsharded model, whatever the state before."""
     import torch.distributed.checkpoint as dcp
 
-    whole, reference = trained(None, 3)
+    unsharded, reference = trained_model(None, 3)
     reference.param_groups[1]["lr"] = 0.03
-    expected = steps(whole, reference, 3)
-    dist = None if comm is None else with_group(comm, f"{folder}-store-{comm.size}-{steps_before}")
+    expected = train(unsharded, reference, 3)
+    dist = None if comm is None else init_gloo(comm, f"{folder}-store-{comm.size}-{steps_before}")
     try:
-        model, optimizer = trained(comm, steps_before)
+        model, optimizer = trained_model(comm, steps_before)
         dcp.load(state_of(model, optimizer), checkpoint_id=folder, no_dist=comm is None)
     finally:
         if dist is not None:
             dist.destroy_process_group()
     assert model.unused not in optimizer.state
-    found, wanted = ([{**group, "params": 0} for group in one.param_groups] for one in (optimizer, reference))
+    found, wanted = ([{**group, "params": 0} for group in each.param_groups] for each in (optimizer, reference))
     assert found == wanted
-    torch.testing.assert_close(steps(model, optimizer, 3), expected, rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(train(model, optimizer, 3), expected, rtol=1e-11, atol=1e-12)
     for name, parameter in model.named_parameters():
-        other = reference.state.get(whole.get_parameter(name), {})
+        other = reference.state.get(unsharded.get_parameter(name), {})
         assert set(optimizer.state.get(parameter, {})) == set(other), name
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_model_and_its_optimizer_of_4_ranks_go_on_on_2_and_on_1(
+def test_a_model_and_optimizer_saved_by_4_ranks_resume_on_2_and_on_1(
     ranks: RankPool, tmp_path: Path, asynchronous: bool
 ) -> None:
     import torch.distributed.checkpoint as dcp
 
     folder = str(tmp_path / "checkpoint")
-    ranks.run(4, stops, folder, asynchronous)
-    ranks.run(2, goes_on, folder, 0)
-    ranks.run(2, goes_on, folder, 2)
-    goes_on(None, folder, 0)
+    ranks.run(4, train_and_save, folder, asynchronous)
+    ranks.run(2, load_and_train, folder, 0)
+    ranks.run(2, load_and_train, folder, 2)
+    load_and_train(None, folder, 0)
     metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    chunks = {name: [list(chunk.sizes) for chunk in getattr(one, "chunks", [])] for name, one in metadata.items()}
+    chunks = {name: [list(chunk.sizes) for chunk in getattr(entry, "chunks", [])] for name, entry in metadata.items()}
     assert sorted(chunks["model.embedding.weight"]) == [[3, WIDTH]] * 3 + [[4, WIDTH]]
     assert chunks["model.down.weight"] == [[WIDTH, HIDDEN // 4]] * 4 and chunks["model.down.bias"] == [[WIDTH]]

@@ -1,4 +1,4 @@
-"""What test_semantics.py does not hold: ties, NaN, zeros, scalars, types, one rank, bad arguments."""
+"""Cases that test_semantics.py does not cover: ties, NaN, zeros, scalars, dtypes, one rank, bad arguments."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ def gradient(y: Tensor, x: Tensor) -> list[float]:
     return dx.tolist()
 
 
-def extremes(comm: Communicator) -> None:
+def check_ties_and_zeros(comm: Communicator) -> None:
     n, first, last = comm.size, comm.rank == 0, comm.rank == comm.size - 1
-    # All tie; all but rank 0 tie; NaN everywhere; NaN on no rank, and one maximum.
+    # All tie; all but rank 0 tie; NaN everywhere; one maximum.
     x = torch.tensor([2.0, 0.0 if first else 5.0, math.nan, 1.0 if last else 0.5], requires_grad=True)
     y = ad.all_reduce(x, comm, "max", grad="sum")
     assert y.tolist()[:2] == [2.0, 5.0] and math.isnan(y[2]) and y[3] == 1.0
-    # n cotangents of 1 each, shared by those who attain the maximum.
+    # n cotangents of 1 each, shared by the ranks that attain the maximum.
     assert gradient(y, x) == pytest.approx([1.0, 0.0 if first else n / (n - 1), 1.0, n if last else 0.0])
-    for dtype in (torch.float64, torch.float16, torch.bfloat16):  # shared as exactly as the type allows
+    for dtype in (torch.float64, torch.float16, torch.bfloat16):  # shared as exactly as the dtype allows
         x, g = torch.ones(2, dtype=dtype, requires_grad=True), torch.tensor([1.0, 0.7], dtype=dtype)
         ad.all_reduce(x, comm, "max", grad="replicated").backward(g)
         assert torch.equal(x.grad, g * (torch.ones((), dtype=torch.float64) / n).to(dtype))
-    # A product: no zero; one, on rank 0; one on every rank; an overflow where the others' product has none.
+    # A product: no zero; a zero on rank 0; zeros on all ranks; an overflow in the total, not in the others' product.
     x = torch.tensor([2.0, 0.0 if first else 3.0, 0.0, 1e200 if comm.rank < 2 else 1.0], dtype=torch.float64)
     x.requires_grad_()
     y = ad.all_reduce(x, comm, "prod", grad="replicated")
     assert y.tolist() == [2.0**n, 0.0, 0.0, math.inf]
     huge = 1e200 if comm.rank < 2 else math.inf
     assert gradient(y, x) == [2.0 ** (n - 1), 3.0 ** (n - 1) if first else 0.0, 0.0, huge]
-    # A scale that gets a gradient of its own, and one that is complex.
+    # A scale that requires a gradient, and a complex one.
     x, s = torch.tensor([1.0, 2.0], requires_grad=True), torch.tensor(comm.rank + 1.0, requires_grad=True)
     ad.all_reduce(x, comm, ad.PreMul(s), grad="replicated").sum().backward()
     assert x.grad.tolist() == [comm.rank + 1.0] * 2 and float(s.grad) == 3.0
@@ -47,7 +47,7 @@ def extremes(comm: Communicator) -> None:
     assert z.tolist() == [n * 1j]
 
 
-def types(comm: Communicator) -> None:
+def check_dtypes(comm: Communicator) -> None:
     n, r = comm.size, comm.rank
     flags = torch.tensor([True, r == 0])
     assert ad.all_gather(flags, comm, grad="sum").tolist() == [q for s in range(n) for q in (True, s == 0)]
@@ -59,67 +59,67 @@ def types(comm: Communicator) -> None:
         assert torch.equal(y.detach(), expected) and y.shape == expected.shape
         found: Any = gradient(y, scalar)
         assert found == n
-    x = torch.full((n, 2), 256.0 if r == 0 else 0.75, dtype=torch.bfloat16)  # which bfloat16 drops one by one
+    x = torch.full((n, 2), 256.0 if r == 0 else 0.75, dtype=torch.bfloat16)  # bfloat16 would drop each 0.75
     wide = ad.reduce_scatter(x, comm, reduce_dtype=torch.float32)
     assert wide.unique().tolist() == [float(torch.tensor(256 + (n - 1) * 0.75).bfloat16())]
 
 
-def test_ties_nan_zeros_and_infinities_and_bool_scalars_and_small_floats(ranks: RankPool) -> None:
-    ranks.run(3, extremes)
-    ranks.run(3, types)
+def test_ties_nan_zeros_infinities_bool_scalars_and_small_floats(ranks: RankPool) -> None:
+    ranks.run(3, check_ties_and_zeros)
+    ranks.run(3, check_dtypes)
 
 
 def one_rank(comm: Communicator) -> None:
-    alone = comm.split(comm.rank)
-    assert alone is not None
+    single_rank = comm.split(comm.rank)
+    assert single_rank is not None
     for name, operation in OPERATIONS.items():
-        if name == "permute":  # whose edges are of two ranks at least
+        if name == "permute":  # its edges need at least two ranks
             continue
         x = tensors(operation, Case(1), 1)[0].requires_grad_()
-        y = operation.call(x, alone, Case(1))
+        y = operation.call(x, single_rank, Case(1))
         assert torch.equal(y, operation.reference([x.detach()], Case(1))[0]), name
         assert name == "copy" or y.data_ptr() != x.data_ptr(), name
         (dx,) = torch.autograd.grad(y.sum(), x)
         assert torch.equal(dx, torch.full_like(x, -0.5 if name == "all_reduce premul" else 1.0)), name
     x = torch.tensor([1.0, math.inf])
-    assert ad.permute(x, alone, [(0, 0), (0, 0)]).tolist() == [2.0, math.inf]
-    assert ad.nn.AllReduce(alone, grad="sum")(x) is x
-    assert torch.equal(ad.nn.AllReduce(alone, ad.PreMul(2.0), grad="sum")(x), 2 * x)
-    alone.destroy()
+    assert ad.permute(x, single_rank, [(0, 0), (0, 0)]).tolist() == [2.0, math.inf]
+    assert ad.nn.AllReduce(single_rank, grad="sum")(x) is x
+    assert torch.equal(ad.nn.AllReduce(single_rank, ad.PreMul(2.0), grad="sum")(x), 2 * x)
+    single_rank.destroy()
 
 
-def test_one_rank_gets_new_tensors_and_its_own_gradient(ranks: RankPool) -> None:
+def test_on_one_rank_outputs_are_new_tensors_and_gradients_pass_through(ranks: RankPool) -> None:
     ranks.run(2, one_rank)
 
 
-WRONG: list[tuple[Any, str]] = [  # test_wrong_inputs.py has what is of another kind
+WRONG: list[tuple[Any, str]] = [  # test_wrong_inputs.py covers wrong types
     (lambda x, c: ad.reduce_scatter(x, c, splits=[2, 3]), "has 6 rows, but splits (2, 3) add up to 5"),
     (lambda x, c: ad.all_gather(x, c, grad="sum", splits=[5, 5]), "has 6 rows, but splits (5, 5) give rank"),
     (lambda x, c: ad.reduce_scatter(x[:5], c), "has 5 rows, not divisible by 2 ranks; pad it or pass splits="),
     (lambda x, c: ad.halo_exchange(x, c, 0, 3), "of which 0 are the interior"),
     (lambda x, c: ad.halo_exchange(x, c, 0, [(0, 1)]), "expected a pair (left, right) for each of 2 ranks"),
-    (lambda x, c: ad.halo_exchange(x, c, 0, cast(Any, [(0, 1), 2])), "expected a width, or a pair (left, right) of"),
+    (lambda x, c: ad.halo_exchange(x, c, 0, cast(Any, [(0, 1), 2])), "expected a width, a pair of widths (left, right"),
     (lambda x, c: ad.halo_exchange(x, c, 0, [(0, 5), (5, 0)]), "an interior of at least 5"),
     (lambda x, c: ad.all_reduce(x.to(torch.complex64), c, "max", grad="sum"), "complex"),
     (lambda x, c: ad.start(ad.all_reduce, x, c, "max", grad="sum"), "max"),
 ]
 
 
-def wrong(comm: Communicator) -> None:
+def check_wrong_arguments(comm: Communicator) -> None:
     x = torch.ones(6, 2, requires_grad=True)
     for call, text in WRONG:
         with pytest.raises((ValueError, TypeError, NotImplementedError)) as caught:
             call(x, comm)
         assert text in str(caught.value), text
-    comm.barrier()  # nothing was launched that the other ranks would still wait for
+    comm.barrier()  # no rank is left waiting for a launch
 
 
-def test_wrong_arguments_are_named_on_every_rank_before_anything_is_launched(ranks: RankPool) -> None:
-    ranks.run(2, wrong)
+def test_wrong_arguments_raise_on_every_rank_before_any_launch(ranks: RankPool) -> None:
+    ranks.run(2, check_wrong_arguments)
 
 
 def send_recv(comm: Communicator) -> Any:
-    """Between ranks 0 and 1 of 3: the third has no part in it."""
+    """Send from rank 0 to rank 1 of 3 ranks; rank 2 does not take part."""
     if comm.rank == 2:
         return None
     x = torch.full((2,), comm.rank + 1.0, requires_grad=True)
@@ -128,5 +128,5 @@ def send_recv(comm: Communicator) -> Any:
     return y.tolist(), x.grad.tolist()
 
 
-def test_send_recv_concerns_its_two_ranks_only(ranks: RankPool) -> None:
+def test_send_recv_involves_only_its_two_ranks(ranks: RankPool) -> None:
     assert ranks.run(3, send_recv) == [([0.0, 0.0], [3.0, 3.0]), ([1.0, 1.0], [0.0, 0.0]), None]

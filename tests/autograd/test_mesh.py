@@ -1,4 +1,4 @@
-"""A grid of ranks with named axes: who is where, who talks to whom, what is refused."""
+"""Mesh: coordinates, the communicators of its axes, bad input and conversion from and to DeviceMesh."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from process_groups import gloo
+from process_groups import gloo_group
 from ranks import RankPool
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -19,8 +19,8 @@ from pynccl import Communicator
 SHAPES = [{"dp": 2, "tp": 2}, {"a": 1, "b": 4}, {"dp": -1, "tp": 2}, {"p": 2, "q": 1, "r": 2}]
 
 
-def places(comm: Communicator) -> None:
-    """For each axis, and each pair of them, the ranks of `comm` that are with this one."""
+def check_axes(comm: Communicator) -> None:
+    """Check the members of the communicator of each axis, and of each pair of axes."""
     for shape in SHAPES:
         grid = np.arange(4).reshape([abs(size) * (2 if size == -1 else 1) for size in shape.values()])
         place = dict(zip(shape, (int(index[0]) for index in np.where(grid == comm.rank)), strict=True))
@@ -36,30 +36,30 @@ def places(comm: Communicator) -> None:
         assert comm.alive and (along is comm or not along.alive)
 
 
-def test_axes_have_the_ranks_that_differ_there_alone(ranks: RankPool) -> None:
-    ranks.run(4, places)
+def test_axes_contain_the_ranks_that_differ_only_there(ranks: RankPool) -> None:
+    ranks.run(4, check_axes)
 
 
-def nonsense(comm: Communicator) -> None:
+def check_bad_input(comm: Communicator) -> None:
     any_of: Any = ad
-    sizes = r"shape is \{.*\}, expected names and sizes from 1, whose product is 2, the"
+    sizes = r"shape is \{.*\}, expected named sizes >= 1 whose product is 2, the"
     for shape in ({"dp": 3}, {"dp": -1, "tp": -1}, {"dp": -1, "tp": 3}, {"dp": 0}, {"dp": 1.5}, {3: 2}, {}):
         with pytest.raises(ValueError, match=sizes):
             any_of.Mesh(comm, shape)
     mesh = ad.Mesh(comm, {"dp": 2, "tp": 1})
     with pytest.raises(KeyError, match="the mesh has no axis 'pp'; it has 'dp', 'tp'"):
         mesh["pp"]
-    with pytest.raises(KeyError, match="expected one axis, or several different ones"):
+    with pytest.raises(KeyError, match="expected one axis, or several distinct ones"):
         mesh["dp", "dp"]
 
 
-def test_bad_input_is_refused_on_every_rank(ranks: RankPool) -> None:
-    ranks.run(2, nonsense)
+def test_bad_input_raises_on_every_rank(ranks: RankPool) -> None:
+    ranks.run(2, check_bad_input)
 
 
-def with_torch(comm: Communicator, path: str, order: list[list[int]]) -> None:
+def convert_device_mesh(comm: Communicator, path: str, order: list[list[int]]) -> None:
     row, column = (int(index[0]) for index in np.where(np.array(order) == comm.rank))
-    with gloo(comm, path):
+    with gloo_group(comm, path):
         torch_mesh = DeviceMesh("cpu", order, mesh_dim_names=("dp", "tp"))
         with ad.Mesh.from_device_mesh(torch_mesh) as mesh:
             assert mesh.shape == {"dp": 2, "tp": 2}
@@ -70,5 +70,5 @@ def with_torch(comm: Communicator, path: str, order: list[list[int]]) -> None:
         mesh.comm.destroy()
 
 
-def test_torchs_device_mesh_in_its_order(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(4, with_torch, str(tmp_path / "store"), [[3, 1], [0, 2]])
+def test_conversion_keeps_the_order_of_a_device_mesh(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(4, convert_device_mesh, str(tmp_path / "store"), [[3, 1], [0, 2]])

@@ -1,4 +1,4 @@
-"""Dropout of models made parallel: the masks of all ranks put together, in the unsharded model, give its gradients."""
+"""Dropout of parallelized models: the unsharded model with the assembled masks of all ranks has equal gradients."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def patched(dropout: Any) -> Any:
 
 def with_dropout(name: str) -> nn.Module:
     model = MAKE[name]()
-    model.config._attn_implementation = "eager"  # whose dropout of attention is torch.nn.functional's
+    model.config._attn_implementation = "eager"  # its attention dropout calls torch.nn.functional.dropout
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.3
@@ -34,53 +34,53 @@ def with_dropout(name: str) -> nn.Module:
     return model.double().train()
 
 
-PLACES = {  # of the dropouts of a model in the order of its forward pass, with two layers
+PLACES = {  # how each dropout of a two-layer model is sharded, in forward order
     "llama": ["heads"] * 2,
     "gpt2": ["whole", *["heads", "sequence", "sequence"] * 2],
     "bert": ["whole", *["heads", "sequence", "sequence"] * 2],
 }
 
 
-def draws(comm: Communicator, name: str, sequence_parallel: bool, reentrant: bool | None) -> None:
+def compare_masks_and_gradients(comm: Communicator, name: str, sequence_parallel: bool, reentrant: bool | None) -> None:
     torch.manual_seed(3)
-    whole: Any = with_dropout(name)
-    model: Any = ad.parallelize(copy.deepcopy(whole), comm, getattr(ad.plans, name), sequence_parallel)
+    unsharded: Any = with_dropout(name)
+    model: Any = ad.parallelize(copy.deepcopy(unsharded), comm, getattr(ad.plans, name), sequence_parallel)
     if reentrant is not None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     ad.rng.seed(11, comm)
     real, masks = F.dropout, []
 
-    def records(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    def record_mask(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         y = real(x, p, training, inplace)
         if training and p > 0:
             masks.append(real(torch.ones_like(x), 0.0) * (y != 0) / (1 - p))
         return y
 
-    with patched(records):
+    with patched(record_mask):
         loss = model(**batch(0)).loss
-        drawn = masks[:]
+        forward_masks = masks[:]
         loss.backward()
     ad.finish_gradients(model)
     assembled = []
-    for mask, place in zip(drawn, PLACES[name], strict=True):
-        cut = place == "heads" or (place == "sequence" and sequence_parallel)  # both are dimension 1
-        each = ad.all_gather(mask, comm, 1, grad="sum").chunk(comm.size, 1)
-        for one in each[1:]:
-            assert torch.equal(one, each[0]) != cut, place
-        assembled.append(torch.cat(each, 1) if cut else mask)
+    for mask, place in zip(forward_masks, PLACES[name], strict=True):
+        sharded = place == "heads" or (place == "sequence" and sequence_parallel)  # both are dimension 1
+        per_rank = ad.all_gather(mask, comm, 1, grad="sum").chunk(comm.size, 1)
+        for other in per_rank[1:]:
+            assert torch.equal(other, per_rank[0]) != sharded, place
+        assembled.append(torch.cat(per_rank, 1) if sharded else mask)
 
-    def replays(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    def replay_mask(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         return x * assembled.pop(0) if training and p > 0 else x
 
-    with patched(replays):
-        expected = whole(**batch(0)).loss
+    with patched(replay_mask):
+        expected = unsharded(**batch(0)).loss
     expected.backward()
     torch.testing.assert_close(loss, expected, **TOLERANCE[torch.float64])
-    compare(model, whole, TOLERANCE[torch.float64])
+    compare(model, unsharded, TOLERANCE[torch.float64])
     outside = torch.rand(3)  # the default generators are equal after it
     assert torch.equal(ad.all_gather(outside, comm, 0, grad="sum"), outside.repeat(comm.size))
     state = torch.get_rng_state()
-    torch.testing.assert_close(model.eval()(**batch(0)).loss, whole.eval()(**batch(0)).loss)
+    torch.testing.assert_close(model.eval()(**batch(0)).loss, unsharded.eval()(**batch(0)).loss)
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -93,14 +93,14 @@ def draws(comm: Communicator, name: str, sequence_parallel: bool, reentrant: boo
         ("bert", True, None),
     ],
 )
-def test_masks_are_each_ranks_own_where_activations_are(
+def test_masks_differ_between_ranks_where_activations_are_sharded(
     ranks: RankPool, name: str, sequence_parallel: bool, reentrant: bool | None
 ) -> None:
-    """And checkpoints of activations, of both kinds, draw the same ones again."""
-    ranks.run(2, draws, name, sequence_parallel, reentrant)
+    """Both kinds of activation checkpointing recompute the same masks."""
+    ranks.run(2, compare_masks_and_gradients, name, sequence_parallel, reentrant)
 
 
-def unseeded(comm: Communicator) -> None:
+def check_errors(comm: Communicator) -> None:
     other = comm.split(0, comm.rank)
     assert other is not None
     model: Any = ad.parallelize(with_dropout("gpt2"), other, ad.plans.gpt2)
@@ -113,8 +113,8 @@ def unseeded(comm: Communicator) -> None:
     model.model.layers[0].self_attn.o_proj.register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         model(**batch(0))
-    ad.rng.get_state()  # refused within a block: the error has left it
+    ad.rng.get_state()  # raises within an RNG block: the error has left the block
 
 
-def test_what_is_not_seeded_is_said_and_an_error_leaves_the_block(ranks: RankPool) -> None:
-    ranks.run(2, unseeded)
+def test_unseeded_dropout_raises_and_an_error_leaves_the_rng_block(ranks: RankPool) -> None:
+    ranks.run(2, check_errors)

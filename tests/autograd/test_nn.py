@@ -1,4 +1,4 @@
-"""Modules: pairs in Sequential run as one. Each does what its function does: test_fuzz_autograd.py, mode "module"."""
+"""ad.nn.Sequential fuses pairs of modules. test_fuzz_autograd.py compares each module with its function."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ EXACT = {"rtol": 0.0, "atol": 0.0}
 
 
 def integers(*shape: int, seed: int) -> Tensor:
-    """Integer-valued, so that sums are exact in any order."""
+    """Return integer values, so that sums are exact in any order."""
     return torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(seed)).double()
 
 
 class Doubled(torch.nn.Linear):
-    """A linear layer with a forward of its own."""
+    """A linear layer that overrides forward."""
 
     def forward(self, x: Tensor) -> Tensor:
         return 2 * super().forward(x)
 
 
 def check_block(comm: Communicator, modules: list[torch.nn.Module], method: str) -> None:
-    """As torch's Sequential, bit by bit; the two run as one by `method`, if there is one."""
+    """Compare with torch's Sequential bit by bit; `method` is the function that runs the fused pair, if any."""
     block, plain = ad.nn.Sequential(*modules, torch.nn.Tanh()), torch.nn.Sequential(*modules, torch.nn.Tanh())
     assert block.fused_pairs() == ([(0, 1)] if method else []), block
     calls = []
@@ -44,11 +44,11 @@ def check_block(comm: Communicator, modules: list[torch.nn.Module], method: str)
 
 def check_pairs(comm: Communicator) -> None:
     def linear(bias: bool = False, kind: type[torch.nn.Linear] = torch.nn.Linear) -> torch.nn.Linear:
-        made = kind(4, 4, bias=bias, dtype=torch.float64)
+        layer = kind(4, 4, bias=bias, dtype=torch.float64)
         with torch.no_grad():
-            for parameter in made.parameters():
+            for parameter in layer.parameters():
                 parameter.copy_(integers(*parameter.shape, seed=10 * comm.rank + parameter.ndim))
-        return made
+        return layer
 
     scatter, reduce = ad.nn.ReduceScatter(comm), ad.nn.AllReduce(comm, grad="replicated")
     gather = ad.nn.AllGather(comm, grad="sum")
@@ -64,14 +64,14 @@ def check_pairs(comm: Communicator) -> None:
     for modules, method in rows:
         check_block(comm, modules, method)
     modules = [linear(), scatter]
-    for at in (0, 1):  # a hook is called, and ends it
+    for at in (0, 1):  # a hook runs and prevents fusion
         seen = list[object]()
         hook = modules[at].register_forward_hook(lambda module, *_, seen=seen: seen.append(module))
         check_block(comm, modules, "")
-        assert seen == [modules[at]] * 2  # by torch's Sequential too
+        assert seen == [modules[at]] * 2  # once in torch's Sequential too
         hook.remove()
     check_block(comm, modules, "matmul_reduce_scatter")
 
 
-def test_a_pair_is_run_as_one_if_it_is_exactly_that_and_has_no_hooks(ranks: RankPool) -> None:
+def test_exact_pairs_without_hooks_are_fused(ranks: RankPool) -> None:
     ranks.run(2, check_pairs)

@@ -1,6 +1,6 @@
-"""Plans that a user writes for models whose plans are not in the library: loss and gradients of the unsharded ones.
+"""User-written plans for models without a built-in plan give the loss and gradients of the unsharded model.
 
-Each plan is written as one would be in a program: data, and a function where a model needs what the roles do not say.
+Each plan is data as in a user's program, with a custom module where no role fits.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ Plan = dict[str, Any]
 
 by_heads = ("column", {"heads": "num_attention_heads"})
 
-# Queries, keys and values of a head lie together in the outputs of one layer: a plain cut is one by heads.
+# Queries, keys and values of a head are adjacent in the outputs of one layer: plain sharding is by heads.
 gpt_neox: Plan = {
     "**.embed_in": "vocab_embedding",
     "**.layers.0": "sequence_begin",
     "**.layers.*.input_layernorm": "sequence",
-    "**.layers.*.attention": "shared_input",  # it takes the length of the sequence from its input
+    "**.layers.*.attention": "shared_input",  # it reads the sequence length from its input
     "**.layers.*.attention.query_key_value": by_heads,
     "**.layers.*.attention.dense": "row",
     "**.layers.*.post_attention_layernorm": "sequence",
@@ -41,13 +41,13 @@ gpt_neox: Plan = {
 
 roberta: Plan = {
     **{pattern: role for pattern, role in ad.plans.bert.items() if "cls" not in pattern},
-    "**.lm_head": "replicated",  # whose bias is that of its decoder
+    "**.lm_head": "replicated",  # its bias is the decoder's bias
     "**.lm_head.dense": "replicated",
     "**.lm_head.layer_norm": "replicated",
     "**.lm_head.decoder": "vocab_head",
 }
 
-# Attention is cut; every rank has all experts, and sends them its part of the sequence.
+# Attention is sharded; every rank has all experts and passes them its shard of the sequence.
 mixtral: Plan = {
     **{pattern: role for pattern, role in ad.plans.llama.items() if ".mlp" not in pattern},
     "**.mlp.gate": "sequence",
@@ -55,18 +55,18 @@ mixtral: Plan = {
 }
 
 
-# Keys and values of what the encoder has made: whole, since its last norm is a "sequence_end".
-of_encoder = ("column", {"gather_input": True, "sequence_parallel": False})
+# Keys and values of the encoder's output, which is unsharded since its last norm is a "sequence_end".
+encoder_kv = ("column", {"gather_input": True, "sequence_parallel": False})
 
 
 class PositionBias(Sharded):
-    """An embedding of which each rank has the columns of its heads."""
+    """An embedding whose columns are sharded by heads."""
 
     def __init__(self, embedding: nn.Embedding, comm: Communicator) -> None:
         super().__init__()
         self.comm, self.shape = comm, tuple(embedding.weight.shape)
-        own = self.shards()["weight"].own(embedding.weight.detach()).clone()
-        self.weight = nn.Parameter(own, requires_grad=embedding.weight.requires_grad)
+        shard = self.shards()["weight"].own(embedding.weight.detach()).clone()
+        self.weight = nn.Parameter(shard, requires_grad=embedding.weight.requires_grad)
         self._mark()
 
     def shards(self) -> dict[str, Shard]:
@@ -85,7 +85,7 @@ t5: Plan = {
     "**.relative_attention_bias": PositionBias,
     "**.EncDecAttention": ["shared_input", ("divide", {"attributes": ["n_heads"]})],
     "**.EncDecAttention.q": ("column", {"heads": "num_heads"}),
-    "**.EncDecAttention.[kv]": of_encoder,
+    "**.EncDecAttention.[kv]": encoder_kv,
     "**.o": "row",
     "**.layer_norm": "sequence",
     "**.DenseReluDense.wi*": "column",
@@ -95,7 +95,7 @@ t5: Plan = {
 }
 
 
-# Queries, keys and values of all heads follow one another; the number of heads is that of the configuration, too.
+# All queries come first, then all keys, then all values; the number of heads is also read from the configuration.
 phi3: Plan = {
     "**.embed_tokens": "vocab_embedding",
     "**.layers.0": "sequence_begin",
@@ -115,7 +115,7 @@ phi3: Plan = {
 
 
 def trial(family: str, plan: Plan, ranks: int = 2, around: str = "", **changes: Any) -> Trial:
-    """A small model without dropout, its plan and a call."""
+    """Return a trial: a small model without dropout, its plan and a call."""
     heads = 2 * ranks
     ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False}
     sizes: dict[str, Any] = {"vocab_size": 29, "hidden_size": 8 * heads, "intermediate_size": 24, **ends}
@@ -130,15 +130,15 @@ def trial(family: str, plan: Plan, ranks: int = 2, around: str = "", **changes: 
     sizes |= changes.pop("sizes", {})
     call = {"return_dict": True, "labels": True, "output_hidden_states": True, "output_attentions": True}
     call |= changes.pop("call", {})
-    made = Trial(7, ranks, family, sizes, dict(plan), {}, True, True, around, (1, ranks), 0.0, call, False)
-    return made._replace(**changes)
+    result = Trial(7, ranks, family, sizes, dict(plan), {}, True, True, around, (1, ranks), 0.0, call, False)
+    return result._replace(**changes)
 
 
-def expect(pool: RankPool, one: Trial, what: str = "equal", text: str = "") -> None:
-    """Outputs and every gradient are those of the unsharded model, or every rank has refused, and changed nothing."""
-    found = pool.run(one.ranks, model_ranks.run, one)
-    assert {each.what for each in found} == {what}, found
-    assert all(text in each.text for each in found), found
+def expect(pool: RankPool, case: Trial, what: str = "equal", text: str = "") -> None:
+    """Check the outcome: equal to the unsharded model, or an error on every rank that left the model unchanged."""
+    found = pool.run(case.ranks, model_ranks.run, case)
+    assert {outcome.what for outcome in found} == {what}, found
+    assert all(text in outcome.text for outcome in found), found
 
 
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "max_position_embeddings": 24}
@@ -153,7 +153,7 @@ CASES: list[tuple[str, Plan, int, dict[str, Any]]] = [  # family, plan, ranks, s
 
 
 @pytest.mark.parametrize(("family", "plan", "n", "sizes"), CASES, ids=[case[0] for case in CASES])
-def test_a_plan_of_ones_own_gives_the_unsharded_gradients(
+def test_a_user_written_plan_gives_the_unsharded_gradients(
     ranks: RankPool, family: str, plan: Plan, n: int, sizes: dict[str, Any]
 ) -> None:
     for sequence_parallel in (True, False):

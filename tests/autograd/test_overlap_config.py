@@ -1,4 +1,4 @@
-"""OverlapConfig and TransformerEngine's keys: what each layer makes of them, and what is refused."""
+"""OverlapConfig from TransformerEngine's keys, and errors for bad values."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ COLUMN, ROW = replace(RING, dgrad=BULK), replace(PIPELINE, dgrad=RING)
         ("column", {"method": "pipeline"}, replace(PIPELINE, dgrad=BULK)),
         ("column", {"method": "none"}, OverlapConfig("off", dgrad=BULK)),
         ("row", {"fprop": {"num_splits": 3}, "wgrad": {"method": "bulk"}}, replace(ROW, chunks=3)),
-        # Of a whole model: each layer takes its own, and ignores what belongs to TransformerEngine's kernels.
+        # Keys for a whole model: each layer takes its own, and ignores those of TransformerEngine's kernels.
         (
             "row",
             {"qkv_fprop": {"method": "pipeline"}, "fc2_fprop": {"num_splits": 9, "cga_size": 2, "atomic_gemm": False}},
@@ -41,22 +41,22 @@ COLUMN, ROW = replace(RING, dgrad=BULK), replace(PIPELINE, dgrad=RING)
         ),
     ],
 )
-def test_keys_of_transformer_engine(kind: str, keys: Mapping[str, Any], expected: OverlapConfig) -> None:
+def test_keys_of_transformer_engine_are_converted(kind: str, keys: Mapping[str, Any], expected: OverlapConfig) -> None:
     assert as_config("layer", keys, kind) == expected
 
 
 @pytest.mark.parametrize(
     ("keys", "error", "text"),
     [
-        ({"methods": "bulk"}, ValueError, "overlap has no key 'methods', expected some of method, num_splits"),
+        ({"methods": "bulk"}, ValueError, "overlap has unknown key 'methods', expected some of method, num_splits"),
         ({"method": "slices"}, ValueError, "method is 'slices', expected one of ring_exchange, pipeline, bulk, none"),
-        ({"fprop": {}, "num_sm": 3}, ValueError, "keys of passes and of one pass"),
+        ({"fprop": {}, "num_sm": 3}, ValueError, "mixes names of passes with keys of one pass"),
         ({"fprop": 3}, TypeError, r"overlap\['fprop'\] is 3, expected a dict"),
         ({"wgrad": {"method": "pipeline"}}, ValueError, "method of wgrad is 'pipeline', expected 'bulk'"),
         ({"num_sm": -1}, ValueError, "num_comm_ctas is -1, expected an integer >= 1"),
     ],
 )
-def test_keys_that_have_no_meaning(keys: Mapping[str, Any], error: type[Exception], text: str) -> None:
+def test_unknown_keys_raise(keys: Mapping[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=f"layer: .*{text}"):
         as_config("layer", keys, "row")
 
@@ -65,7 +65,7 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"method": "tree"}, "method is 'tree', expected one of auto, slices"),
     ({"chunks": 1.5}, "chunks is 1.5, expected"),
     ({"compute_streams": 3}, "compute_streams is 3, expected an integer >= 1 and <= 2"),
-    ({"method": "ring", "deterministic": True}, "deterministic=True sums by method"),
+    ({"method": "ring", "deterministic": True}, "deterministic=True requires method"),
 ]
 OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"overlap": "on"}, ValueError, r"overlap is 'on', expected \"auto\", \"off\", an OverlapConfig"),
@@ -76,7 +76,7 @@ OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
-def refused(comm: Communicator) -> None:
+def check_bad_options(comm: Communicator) -> None:
     for options, text in CONFIGS:
         with pytest.raises(ValueError, match=text):
             OverlapConfig(**options)
@@ -92,7 +92,7 @@ def refused(comm: Communicator) -> None:
             call(x.double(), w, comm, overlap=ring)
     with pytest.raises(ValueError, match=r"dimension 0 of \(11, 8\) has 11 rows, not divisible by 2 ranks"):
         ad.matmul_reduce_scatter(x[:11], w, comm, overlap=ring)
-    with pytest.raises(ValueError, match="hand_off=True hands out rows of a matrix"):
+    with pytest.raises(ValueError, match="hand_off=True expects x of shape"):
         ad.matmul_all_reduce(x[None], w, comm, hand_off=True)
     with pytest.raises(ValueError, match="ColumnParallelLinear: overlap is 'on', expected"):
         ad.ColumnParallelLinear(8, 8, comm, overlap="on")  # type: ignore[arg-type]
@@ -100,5 +100,5 @@ def refused(comm: Communicator) -> None:
         ad.nn.Sequential(overlap=1)  # type: ignore[arg-type]
 
 
-def test_what_has_no_meaning_is_refused_before_anything_is_launched(ranks: RankPool) -> None:
-    ranks.run(2, refused)
+def test_bad_options_raise_before_any_launch(ranks: RankPool) -> None:
+    ranks.run(2, check_bad_options)

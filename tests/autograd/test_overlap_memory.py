@@ -1,4 +1,4 @@
-"""Many steps of overlapped layers hold what the first one took; an error in one leaves the next one alone."""
+"""Overlapped layers need no more memory after many steps than after one; an error does not affect the next call."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ SEQUENCE, WIDTH = 64, 32
 SLICES = OverlapConfig("slices", chunks=3)
 
 
-def held(comm: Communicator) -> tuple[int, int, int]:
-    """Bytes of the workspace, tensors, threads."""
-    tensor_at.cache_clear()  # views of addresses that were passed, a bounded number, which hold no memory
+def held_resources(comm: Communicator) -> tuple[int, int, int]:
+    """Return the bytes of the workspace, the number of tensors and the number of threads."""
+    tensor_at.cache_clear()  # a bounded number of views, which hold no memory
     gc.collect()
-    tensors = sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
+    tensors = sum(issubclass(type(each), Tensor) for each in gc.get_objects())
     return workspace_of(comm).nbytes, tensors, threading.active_count()
 
 
 def many_steps(comm: Communicator) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """What is held after the first step, and at the end."""
+    """Return the resources held after the first step and after the last."""
     options: dict[str, Any] = {"comm": comm, "sequence_parallel": True, "overlap": SLICES}
     column = ad.ColumnParallelLinear(WIDTH, WIDTH * 2, **options)
     row = ad.RowParallelLinear(WIDTH * 2, WIDTH, **options)
@@ -43,34 +43,34 @@ def many_steps(comm: Communicator) -> tuple[tuple[int, int, int], tuple[int, int
         row(column(x)).square().sum().backward()
         for parameter in (*column.parameters(), *row.parameters()):
             parameter.grad = None
-        found.append(held(comm) if len(found) in (0, 99) else (0, 0, 0))
+        found.append(held_resources(comm) if len(found) in (0, 99) else (0, 0, 0))
     return found[0], found[-1]
 
 
-def test_many_steps_take_no_more_than_the_first(ranks: RankPool) -> None:
+def test_many_steps_hold_no_more_memory_than_the_first(ranks: RankPool) -> None:
     for first, last in ranks.run(2, many_steps):
         assert first[0] == last[0] > 0
         assert last[1] <= first[1] and last[2] <= first[2]
 
 
-class Broken(Exception):
-    """What the tests let go wrong."""
+class InjectedError(Exception):
+    """The error that the tests inject."""
 
 
-def failing_once(patch: pytest.MonkeyPatch, owner: Any, name: str, at: int) -> None:
-    """The call of this number raises, the others do not."""
+def fail_once(patch: pytest.MonkeyPatch, owner: Any, name: str, at: int) -> None:
+    """Patch the function so that only its call number `at` raises."""
     plain, calls = getattr(owner, name), itertools.count()
 
     def call(*args: Any, **options: Any) -> Any:
         if next(calls) == at:
-            raise Broken
+            raise InjectedError
         return plain(*args, **options)
 
     patch.setattr(owner, name, call)
 
 
-# Of forward and backward passes; the sums of an exchange are made in the thread of its lane.
-BROKEN: list[tuple[str, OverlapConfig, Any, str]] = [
+# Failures in forward and backward passes; an exchange computes its sums in the thread of its lane.
+FAILURES: list[tuple[str, OverlapConfig, Any, str]] = [
     ("all_gather_matmul", SLICES, Communicator, "all_gather"),
     ("all_gather_matmul", SLICES, Communicator, "reduce_scatter"),
     ("matmul_reduce_scatter", SLICES, Communicator, "reduce_scatter"),
@@ -81,24 +81,24 @@ BROKEN: list[tuple[str, OverlapConfig, Any, str]] = [
 ]
 
 
-def after_errors(comm: Communicator) -> list[str]:
-    """What is wrong once the first, second or third call of something has raised."""
+def check_after_errors(comm: Communicator) -> list[str]:
+    """Return what is wrong after the first, second or third call of a function has raised."""
     workspace, wrong = workspace_of(comm), []
-    for name, way, owner, what in BROKEN:
+    for name, config, owner, what in FAILURES:
         workspace.drop()
-        wanted = results(name, way, comm)
+        expected = results(name, config, comm)
         needed = workspace.nbytes
         for at in range(3):
             with pytest.MonkeyPatch.context() as patch:
-                failing_once(patch, owner, what, at)
-                with pytest.raises(Broken):
-                    results(name, way, comm)
+                fail_once(patch, owner, what, at)
+                with pytest.raises(InjectedError):
+                    results(name, config, comm)
             if workspace._lock.locked() or workspace.nbytes:
                 wrong.append(f"{name}, {what} {at}: the workspace is kept, {workspace.nbytes} bytes")
-            if not same_bits(results(name, way, comm), wanted) or workspace.nbytes != needed:
+            if not same_bits(results(name, config, comm), expected) or workspace.nbytes != needed:
                 wrong.append(f"{name}, {what} {at}: the next call gives other bits")
     return wrong
 
 
-def test_an_error_in_the_middle_leaves_the_next_call_alone(ranks: RankPool) -> None:
-    assert ranks.run(2, after_errors) == [[]] * 2
+def test_an_error_in_a_pass_does_not_affect_the_next_call(ranks: RankPool) -> None:
+    assert ranks.run(2, check_after_errors) == [[]] * 2

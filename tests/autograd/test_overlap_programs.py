@@ -1,5 +1,6 @@
-"""What programs do with overlapped layers: derivatives of any order, tracing, frozen weights, errors; each gives what
-overlap="off" gives."""
+"""Programs with overlapped layers give the results of overlap="off": second derivatives, torch.func, torch.compile.
+
+Ranks that disagree or leave raise errors."""
 
 from __future__ import annotations
 
@@ -20,12 +21,12 @@ from pynccl import Communicator
 from pynccl_autograd import OverlapConfig
 
 ROWS, WIDTH, HIDDEN = 12, 8, 12
-WAYS = (OverlapConfig("slices", chunks=3), OverlapConfig("ring"), OverlapConfig("bulk", save_gathered=False))
+CONFIGS = (OverlapConfig("slices", chunks=3), OverlapConfig("ring"), OverlapConfig("bulk", save_gathered=False))
 EXACT: dict[str, float] = {"rtol": 1e-11, "atol": 1e-11}
 
 
 class Block(nn.Module):
-    """Two layers, as in an MLP; sequence-parallel ones also take and give this rank's rows only."""
+    """An MLP of two layers. With sequence parallelism, input and output are this rank's rows."""
 
     def __init__(self, comm: Communicator, overlap: Any, sequence_parallel: bool = True, **options: Any) -> None:
         super().__init__()
@@ -44,24 +45,24 @@ def own_rows(comm: Communicator, sequence_parallel: bool = True) -> Tensor:
     return torch.randn(ROWS // comm.size if sequence_parallel else ROWS, 2, WIDTH, dtype=torch.float64)
 
 
-def alike(comm: Communicator, program: Callable[..., list[Tensor]], *args: Any) -> None:
-    """The program's results with each way of overlap are those without."""
+def compare_with_off(comm: Communicator, program: Callable[..., list[Tensor]], *args: Any) -> None:
+    """Compare the program's results with each schedule to those without overlap."""
     expected = program(comm, "off", *args)
-    for way in WAYS:
-        found = program(comm, way, *args)
+    for config in CONFIGS:
+        found = program(comm, config, *args)
         assert len(found) == len(expected)
         for a, b in zip(found, expected, strict=True):
-            torch.testing.assert_close(a, b, **EXACT, msg=lambda text, way=way: f"{way}: {text}")  # type: ignore[misc]
+            torch.testing.assert_close(a, b, **EXACT, msg=lambda text, config=config: f"{config}: {text}")  # type: ignore[misc]
 
 
 def step(block: nn.Module, x: Tensor, run: Callable[[Tensor], Tensor] | None = None) -> list[Tensor]:
-    """The output and all gradients."""
+    """Return the output and all gradients."""
     y = block(x) if run is None else run(x)
     (y**2).sum().backward()
     return [y, *(t.grad for t in (x, *block.parameters()) if t.grad is not None)]
 
 
-def twice_derived(comm: Communicator, overlap: Any, sequence_parallel: bool) -> list[Tensor]:
+def second_derivatives(comm: Communicator, overlap: Any, sequence_parallel: bool) -> list[Tensor]:
     block = Block(comm, overlap, sequence_parallel)
     x = own_rows(comm, sequence_parallel).requires_grad_()
     inputs = [x, *block.parameters()]
@@ -70,7 +71,7 @@ def twice_derived(comm: Communicator, overlap: Any, sequence_parallel: bool) -> 
     return [*first, *second]
 
 
-def transformed(comm: Communicator, overlap: Any) -> list[Tensor]:
+def func_transforms(comm: Communicator, overlap: Any) -> list[Tensor]:
     block = Block(comm, overlap)
     x = own_rows(comm)
     state = dict(block.named_parameters())
@@ -81,32 +82,32 @@ def transformed(comm: Communicator, overlap: Any) -> list[Tensor]:
     by_func = torch.func.grad(loss)(state, x)
     tangent = torch.func.jvp(lambda rows: loss(state, rows), (x,), (torch.ones_like(x),))[1]
     batched = torch.func.vmap(block)(torch.stack([x, 2 * x]))
-    made: Any = torch.func.vjp(block, x)
-    y, pull_back = made
+    result: Any = torch.func.vjp(block, x)
+    y, pull_back = result
     (rows,) = torch.func.vmap(pull_back)(torch.stack([torch.ones_like(y), y.detach()]))
     return [*by_func.values(), tangent, batched, rows]
 
 
-def compiled(comm: Communicator, overlap: Any) -> list[Tensor]:
+def compiled_step(comm: Communicator, overlap: Any) -> list[Tensor]:
     block = Block(comm, overlap)
     return step(block, own_rows(comm).requires_grad_(), torch.compile(block, backend="aot_eager", fullgraph=True))
 
 
 PROGRAMS: dict[str, tuple[Any, ...]] = {
-    "derived again": (twice_derived, True),
-    "derived again, whole": (twice_derived, False),
-    "transforms of torch.func": (transformed,),
-    "compiled": (compiled,),
+    "derived again": (second_derivatives, True),
+    "derived again, whole": (second_derivatives, False),
+    "transforms of torch.func": (func_transforms,),
+    "compiled": (compiled_step,),
 }
 
 
 @pytest.mark.parametrize(("name", "n"), list(zip(PROGRAMS, itertools.cycle((3, 2)), strict=False)))
-def test_programs_give_what_they_give_without_overlap(ranks: RankPool, name: str, n: int) -> None:
-    ranks.run(n, alike, *PROGRAMS[name])
+def test_programs_give_the_results_of_overlap_off(ranks: RankPool, name: str, n: int) -> None:
+    ranks.run(n, compare_with_off, *PROGRAMS[name])
 
 
-def mistaken(comm: Communicator) -> None:
-    """Ranks that cut differently, or whose cotangents differ: all are told so, and none hangs."""
+def check_disagreements(comm: Communicator) -> None:
+    """Ranks whose schedules or cotangents differ all raise, and none hangs."""
     child = comm.split(0, comm.rank)
     assert child is not None
     w = torch.ones(4, WIDTH, dtype=torch.float64)
@@ -114,26 +115,26 @@ def mistaken(comm: Communicator) -> None:
         ad.all_gather_matmul(own_rows(comm), w, child, overlap=OverlapConfig("slices", chunks=2 + comm.rank))
     text = str(caught.value)
     for rank in (0, 1):
-        way = f"rank {rank}: all_gather_matmul of m=24, n=4, k=8, by OverlapConfig(method='slices', chunks={2 + rank}"
-        assert way in text, text
+        line = f"rank {rank}: all_gather_matmul of m=24, n=4, k=8, OverlapConfig(method='slices', chunks={2 + rank}"
+        assert line in text, text
     child.abort()
     os.environ["PYNCCL_CHECK"] = "1"
     child = comm.split(0, comm.rank)
     assert child is not None
-    y = ad.matmul_all_reduce(torch.ones(ROWS, 4, requires_grad=True), torch.ones(3, 4), child, overlap=WAYS[0])
+    y = ad.matmul_all_reduce(torch.ones(ROWS, 4, requires_grad=True), torch.ones(3, 4), child, overlap=CONFIGS[0])
     with pytest.raises(pynccl.NcclInvalidUsage, match='grad="replicated", but the cotangents differ'):
         y.backward(torch.full((ROWS, 3), float(comm.rank)))
     child.abort()
 
 
-def test_ranks_that_do_not_agree_are_told_so(ranks: RankPool) -> None:
-    ranks.run(2, mistaken)
+def test_disagreeing_ranks_raise(ranks: RankPool) -> None:
+    ranks.run(2, check_disagreements)
 
 
-def leaving(comm: Communicator) -> str:
+def abort_one_rank(comm: Communicator) -> str:
     child = comm.split(0, comm.rank)
     assert child is not None
-    block = Block(child, WAYS[0])
+    block = Block(child, CONFIGS[0])
     block(own_rows(comm))
     if comm.rank == 1:
         child.abort()
@@ -145,5 +146,5 @@ def leaving(comm: Communicator) -> str:
     return type(caught.value).__name__
 
 
-def test_a_rank_that_leaves_is_an_error_of_the_others(ranks: RankPool) -> None:
-    assert ranks.run(3, leaving) == ["NcclRemoteError", "left", "NcclRemoteError"]
+def test_a_rank_that_aborts_raises_on_the_others(ranks: RankPool) -> None:
+    assert ranks.run(3, abort_one_rank) == ["NcclRemoteError", "left", "NcclRemoteError"]

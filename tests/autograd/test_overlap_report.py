@@ -1,4 +1,4 @@
-"""report(): what is said of layers that overlapped, and of those that did not."""
+"""ad.overlap.report(): rows of layers that overlapped and of layers that did not."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ class Model(nn.Module):
         return self.down(self.up(x).relu())
 
 
-def steps(comm: Communicator) -> tuple[list[Row], str, list[str]]:
+def report_of_steps(comm: Communicator) -> tuple[list[Row], str, list[str]]:
     model = Model(comm)
     x = torch.randn(ROWS // comm.size, WIDTH)
     model(x).sum().backward()  # before the block: not in the report
     with ad.overlap.report(model) as report, ad.overlap.report() as without_names:
         for _ in range(3):
             model(x).sum().backward()
-    model(x).sum().backward()  # behind it: neither
+    model(x).sum().backward()  # after the block: not in the report either
     assert str(Report()) == "overlap: no layer with overlap ran"
     return report.rows(), str(report), list(dict.fromkeys(row.layer for row in without_names.rows()))
 
 
-def test_each_layer_has_its_passes_in_order(ranks: RankPool) -> None:
-    rows, text, numbered = ranks.run(2, steps)[0]
+def test_the_report_lists_the_passes_of_each_layer_in_order(ranks: RankPool) -> None:
+    rows, text, default_names = ranks.run(2, report_of_steps)[0]
     assert [(row.layer, row.what, row.decision.method) for row in rows] == [
         ("up", "forward", "slices"),
         ("up", "backward", "slices"),
@@ -58,5 +58,5 @@ def test_each_layer_has_its_passes_in_order(ranks: RankPool) -> None:
     assert " ".join(lines[0].split()) == "layer pass chosen calls comm us mm us wall us exposed us efficiency"
     assert lines[1].split()[:5] == ["up", "forward", "slices", "2", "3"]
     assert lines[3].split() == ["down", "forward", "off", "3", "-", "-", "-", "-", "-"]
-    assert lines[7].startswith("  down, forward: ") and "too few rows, or features" in lines[7]
-    assert numbered == ["ColumnParallelLinear(16, 32) #1", "RowParallelLinear(32, 16) #2"]
+    assert lines[7].startswith("  down, forward: ") and "too few rows or features" in lines[7]
+    assert default_names == ["ColumnParallelLinear(16, 32) #1", "RowParallelLinear(32, 16) #2"]

@@ -1,5 +1,6 @@
-"""The order of overlapped layers: what is issued, with every wait and no other; the same bits from lanes that run late,
-each in its own time, and NaN where a buffer is used too early or too late."""
+"""The schedules of overlapped layers: the exact order of operations and waits.
+
+Lanes with random delays give the same bits; buffers are filled with NaN outside their lifetime."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from deferred import deferred_lanes, poisoned_workspaces
 from ranks import RankPool
-from test_overlap import CASES, part
+from test_overlap import CASES, shard
 from torch import Tensor
 
 import pynccl_autograd as ad
@@ -20,7 +21,7 @@ from pynccl_autograd import OverlapConfig
 from pynccl_autograd.overlap.lanes import Lane, Lanes, Point
 
 ROWS, WIDTH = 12, 12  # divisible by 2, 3 and 4
-ON_ONE = (
+ONE_STREAM = (
     OverlapConfig("slices", chunks=1),
     OverlapConfig("slices", chunks=3),
     OverlapConfig("slices", chunks=100),
@@ -30,7 +31,7 @@ ON_ONE = (
     OverlapConfig("exchange", chunks=5),
     OverlapConfig("bulk"),
 )
-ON_TWO = tuple(replace(way, compute_streams=2) for way in ON_ONE)
+TWO_STREAMS = tuple(replace(config, compute_streams=2) for config in ONE_STREAM)
 GATHERED_TWICE = tuple(OverlapConfig(method, save_gathered=False) for method in ("slices", "ring"))
 MORE: dict[str, dict[str, Any]] = {
     "all_gather_matmul": {"return_gathered": True},
@@ -41,48 +42,48 @@ MORE: dict[str, dict[str, Any]] = {
 
 
 def tensors(name: str, comm: Communicator, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """x, w and bias of this rank; x is a matrix."""
+    """Return this rank's x (a matrix), w and bias."""
     case, generator = CASES[name], torch.Generator().manual_seed(7)
     x, w, bias = (torch.randn(*shape, generator=generator) for shape in ((ROWS, WIDTH), (WIDTH, WIDTH), (WIDTH,)))
     x_dim = None if case.x_dim is None else min(case.x_dim, 1)
-    own = [part(x, x_dim, comm), part(w, case.w_dim, comm), part(bias, case.bias_dim, comm)]
+    own = [shard(x, x_dim, comm), shard(w, case.w_dim, comm), shard(bias, case.bias_dim, comm)]
     return [t.to(dtype).clone().requires_grad_() for t in own]
 
 
-def results(name: str, way: OverlapConfig, comm: Communicator, **more: Any) -> list[Tensor]:
-    """Outputs and gradients."""
+def results(name: str, config: OverlapConfig, comm: Communicator, **more: Any) -> list[Tensor]:
+    """Return outputs and gradients."""
     leaves = tensors(name, comm, torch.bfloat16 if "reduce_dtype" in more else torch.float32)
-    y = CASES[name].function(*leaves[:2], comm, leaves[2], overlap=way, **more)
-    outputs = [part * 1 for part in y] if isinstance(y, (tuple, ad.overlap.Slices)) else [y]
-    there = [out.detach().clone() for out in outputs]  # at once: what comes too late is not there
+    y = CASES[name].function(*leaves[:2], comm, leaves[2], overlap=config, **more)
+    outputs = [y_slice * 1 for y_slice in y] if isinstance(y, (tuple, ad.overlap.Slices)) else [y]
+    outputs_now = [out.detach().clone() for out in outputs]  # copied at once: late results would be missing
     loss = sum((out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)).sum() for out in outputs)
     loss.backward()  # type: ignore[union-attr]
-    return there + [leaf.grad.clone() for leaf in leaves if leaf.grad is not None]
+    return outputs_now + [leaf.grad.clone() for leaf in leaves if leaf.grad is not None]
 
 
 def same_bits(found: list[Tensor], expected: list[Tensor]) -> bool:
     return len(found) == len(expected) and all(map(torch.equal, found, expected))
 
 
-def those_that_differ(comm: Communicator, name: str) -> list[str]:
+def differing_results(comm: Communicator, name: str) -> list[str]:
     differ = []
-    for way in (*ON_ONE, *ON_TWO, *GATHERED_TWICE):
+    for config in (*ONE_STREAM, *TWO_STREAMS, *GATHERED_TWICE):
         for more in ({}, MORE[name]):
-            expected = results(name, way, comm, **more)
-            for seed, most in ((0, 0.0), (comm.rank, 0.0005)):  # seconds: some times what a piece takes
-                with poisoned_workspaces(), deferred_lanes(seed, most):
-                    if not same_bits(results(name, way, comm, **more), expected):
-                        differ.append(f"{way}, {more}, up to {most} s late")
+            expected = results(name, config, comm, **more)
+            for seed, max_delay in ((0, 0.0), (comm.rank, 0.0005)):  # in seconds, several operations long
+                with poisoned_workspaces(), deferred_lanes(seed, max_delay):
+                    if not same_bits(results(name, config, comm, **more), expected):
+                        differ.append(f"{config}, {more}, up to {max_delay} s late")
     return differ
 
 
 @pytest.mark.parametrize(("name", "n"), list(zip(CASES, (2, 3, 2, 3), strict=True)))
 def test_lanes_that_run_late_give_the_same_bits(ranks: RankPool, name: str, n: int) -> None:
-    assert ranks.run(n, those_that_differ, name) == [[]] * n
+    assert ranks.run(n, differing_results, name) == [[]] * n
 
 
 class Order(Observer):
-    """What overlapped layers issue, pass by pass: "comm waits main", "all_gather on comm", ..."""
+    """Record the operations and waits of each pass: "comm waits main", "all_gather on comm", ..."""
 
     def __init__(self) -> None:
         self.passes: list[list[str]] = [[]]
@@ -97,11 +98,11 @@ class Order(Observer):
         self.passes.append([])
 
     def lines(self) -> list[str]:
-        return [", ".join(one) for one in self.passes if one]
+        return [", ".join(each) for each in self.passes if each]
 
 
 TWO_SLICES = OverlapConfig("slices", chunks=2)
-# The passes of a pattern, on two ranks with a bias: what is issued, in this order.
+# The operations of each pass in order, on two ranks with a bias.
 ORDERS: dict[str, tuple[str, OverlapConfig, list[str]]] = {
     "all-gather by slices": (
         "all_gather_matmul",
@@ -156,38 +157,38 @@ ORDERS: dict[str, tuple[str, OverlapConfig, list[str]]] = {
 }
 
 
-def orders(comm: Communicator) -> dict[str, list[str]]:
+def recorded_orders(comm: Communicator) -> dict[str, list[str]]:
     found = {}
-    for case, (name, way, _) in ORDERS.items():
+    for case, (name, config, _) in ORDERS.items():
         order = Order()
         x, w, bias = tensors(name, comm)
         with deferred_lanes(), observing(order):
-            CASES[name].function(x, w, comm, bias, overlap=way).sum().backward()
+            CASES[name].function(x, w, comm, bias, overlap=config).sum().backward()
         found[case] = order.lines()
     return found
 
 
-def test_the_order_is_that_of_the_recipe(ranks: RankPool) -> None:
-    assert ranks.run(2, orders) == [{case: expected for case, (*_, expected) in ORDERS.items()}] * 2
+def test_operations_and_waits_are_issued_in_the_expected_order(ranks: RankPool) -> None:
+    assert ranks.run(2, recorded_orders) == [{case: expected for case, (*_, expected) in ORDERS.items()}] * 2
 
 
-def waits_of_a_lane_that_knows(comm: Communicator) -> list[str]:
-    """One wait for a point that lies before one that was waited for, also through another lane; one for itself."""
+def recorded_waits(comm: Communicator) -> list[str]:
+    """Wait for points that earlier waits cover (directly and through another lane), and for the lane itself."""
     order = Order()
     with deferred_lanes(), observing(order), Lanes(comm, compute_streams=2) as lanes:
         main, second = lanes.compute(), lanes.compute()
-        lanes.comm.wait(lanes.begun)
+        lanes.comm.wait(lanes.start)
         early, late = lanes.comm.record(), lanes.comm.record()
         main.wait(late)
         main.wait(early)
         second.wait(main.record())
         second.wait(late)
         main.wait(main.record())
-        lanes.comm.wait(main.record())  # of what the caller does himself, nothing is counted: each point is a new one
+        lanes.comm.wait(main.record())  # the caller's own work is not tracked: each point is new
     return order.passes[0]
 
 
-def test_what_was_waited_for_is_not_waited_for_again(ranks: RankPool) -> None:
+def test_redundant_waits_are_skipped(ranks: RankPool) -> None:
     expected = ["second waits main", "comm waits main", "main waits comm", "second waits main", "comm waits main"]
-    expected += ["main waits second"]  # at the end: a lane that has only waited belongs to a captured graph, too
-    assert ranks.run(2, waits_of_a_lane_that_knows) == [expected] * 2
+    expected += ["main waits second"]  # at the end: a lane that has only waited is also part of a captured graph
+    assert ranks.run(2, recorded_waits) == [expected] * 2

@@ -1,6 +1,6 @@
-"""Overlapped layers on CUDA streams: who waits for whom, and which memory is kept until then.
+"""Overlapped layers on CUDA streams: which stream waits for which, and how long memory is kept.
 
-torch's streams stand in here, and write down what they are told; tests/gpu/test_gpu_overlap.py has real ones."""
+Fake streams log the calls; tests/gpu/test_gpu_overlap.py uses real streams."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pynccl_autograd.overlap.workspace import Workspace
 
 
 class FakeStream:
-    """torch.cuda.Stream, as far as it is used."""
+    """A stand-in for torch.cuda.Stream that logs each wait."""
 
     log: list[str]
     device = torch.device("cuda", 0)
@@ -47,10 +47,10 @@ class Comm:
 
 
 class Caller:
-    """Whose current stream this is, and whether he captures."""
+    """The caller's current stream, and whether it is capturing a graph."""
 
     def __init__(self) -> None:
-        self.stream, self.captures = FakeStream("main"), False
+        self.stream, self.capturing = FakeStream("main"), False
 
     @contextlib.contextmanager
     def under(self, stream: FakeStream) -> Iterator[None]:
@@ -70,7 +70,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def caller(log: list[str], monkeypatch: pytest.MonkeyPatch) -> Caller:
     caller, numbers = Caller(), itertools.count(1)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: caller.stream)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: caller.captures)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: caller.capturing)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "stream", caller.under)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: FakeStream(f"second {next(numbers)}"))
@@ -87,17 +87,17 @@ def waits(log: list[str]) -> list[str]:
     return [line for line in log if line != "a new event"]
 
 
-class Like(SimpleNamespace):
-    """A tensor on a GPU whose memory is the CPU's."""
+class TensorLike(SimpleNamespace):
+    """Tensor properties that claim a GPU, with CPU memory."""
 
     is_cuda, dtype, device = True, torch.float32, torch.device("cpu")
 
 
-LIKE: Any = Like()
+TENSOR_LIKE: Any = TensorLike()
 
 
 @pytest.mark.parametrize("lane", ["comm", "second"])
-def test_what_another_lane_works_on_is_kept_until_the_caller_has_waited(
+def test_buffers_of_another_lane_are_kept_until_the_caller_has_waited(
     caller: Caller, log: list[str], lane: str
 ) -> None:
     with Lanes(Comm(), compute_streams=2) as opened:  # type: ignore[arg-type]
@@ -113,32 +113,32 @@ def test_what_another_lane_works_on_is_kept_until_the_caller_has_waited(
     assert all(reference() is None for reference in kept)
 
 
-def test_what_is_captured_has_a_second_stream_of_its_own(caller: Caller) -> None:
-    """Each kind always the same one."""
+def test_captured_calls_use_a_separate_second_stream(caller: Caller) -> None:
+    """Capturing and plain calls each reuse their own second stream."""
     comm: Any = Comm()
     names = []
-    for captures in (False, True, False, True):
-        caller.captures = captures
-        names.append(second_of(comm))
+    for capturing in (False, True, False, True):
+        caller.capturing = capturing
+        names.append(second_stream(comm))
     assert names == ["second 1", "second 2"] * 2
-    with caller.under(FakeStream("other")):  # two graphs may be replayed at once, each with cuBLAS workspaces
-        assert second_of(comm) == "second 3"
-    caller.captures = False
-    assert second_of(Comm()) == "second 1"  # of all communicators: a process has 8 queues to a GPU
+    with caller.under(FakeStream("other")):  # two graphs, replayed together, need separate cuBLAS workspaces
+        assert second_stream(comm) == "second 3"
+    caller.capturing = False
+    assert second_stream(Comm()) == "second 1"  # shared by all communicators: a process has 8 queues to a GPU
 
 
-def second_of(comm: Any) -> Any:
-    """The name of the second stream for matmuls."""
+def second_stream(comm: Any) -> Any:
+    """Return the name of the second stream for matmuls."""
     return Lanes(comm, compute_streams=2)._computing[1].stream.name  # type: ignore[attr-defined]
 
 
 def buffer_of(work: Workspace) -> Tensor:
-    with work.lent(LIKE) as lent:
-        return lent.empty("gathered", (100,), LIKE)
+    with work.lent(TENSOR_LIKE) as lent:
+        return lent.empty("gathered", (100,), TENSOR_LIKE)
 
 
-def test_memory_of_torch_is_used_on_the_stream_that_made_it_alone(caller: Caller, log: list[str]) -> None:
-    """It goes back to that stream when it is dropped, and is used anew there at once."""
+def test_torch_memory_is_reused_only_on_the_stream_that_allocated_it(caller: Caller, log: list[str]) -> None:
+    """Dropped memory returns to its stream, which can reuse it at once."""
     work = Workspace()
     first = buffer_of(work)
     assert buffer_of(work).data_ptr() == first.data_ptr()
@@ -147,14 +147,14 @@ def test_memory_of_torch_is_used_on_the_stream_that_made_it_alone(caller: Caller
         assert second.data_ptr() != first.data_ptr()
         assert buffer_of(work).data_ptr() == second.data_ptr()
     assert work.nbytes == 400 and not log
-    caller.captures = True  # and what is captured gets memory of its own
+    caller.capturing = True  # a captured call gets separate memory
     assert buffer_of(work).data_ptr() != second.data_ptr() and work.nbytes == 400
 
 
-def test_an_operation_ends_on_the_stream_on_which_it_began(caller: Caller, log: list[str]) -> None:
-    """Of slices that are handed out, the last one may be taken under another stream, by the garbage collector too."""
-    work = Workspace(lambda nbytes, device: torch.empty(nbytes, dtype=torch.uint8))  # that knows no streams
-    lent = work.lent(LIKE)
+def test_an_operation_ends_on_the_stream_where_it_began(caller: Caller, log: list[str]) -> None:
+    """The last slice can be consumed, or garbage collected, under another stream."""
+    work = Workspace(lambda nbytes, device: torch.empty(nbytes, dtype=torch.uint8))  # an allocator that ignores streams
+    lent = work.lent(TENSOR_LIKE)
     lent.__enter__()
     with caller.under(FakeStream("another")):
         lent.__exit__(None, None, None)

@@ -1,4 +1,4 @@
-"""overlap="auto": what is tried, what is then kept, and that all ranks keep the same."""
+"""overlap="auto": which candidates are tried, which one is kept, and that all ranks agree."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from tried import (
     BACKWARD,
     FUNCTIONS,
     IN,
-    MOST_CALLS,
+    MAX_CALLS,
     OUT,
     PATTERNS,
     ROWS,
-    Took,
-    Ways,
-    calling,
-    settled,
-    timed_by,
-    tried_small,
+    ChosenSchedule,
+    Schedules,
+    chosen_by_trials,
+    make_call,
+    tune_small_layers,
+    tune_with_times,
 )
 
 import pynccl_autograd as ad
@@ -32,38 +32,38 @@ from pynccl_autograd.overlap import routes
 from pynccl_autograd.overlap.trials import TOO_FEW, Decision
 
 
-def all_turns(comm: Communicator, more: int = 4, **options: Any) -> tuple[list[Took], dict[str, str]]:
-    """What was taken in calls of all functions, and what was kept."""
-    layer, ways = nn.Identity(), Ways()
-    with tried_small(), observing(ways):
+def run_trials(comm: Communicator, more: int = 4, **options: Any) -> tuple[list[ChosenSchedule], dict[str, str]]:
+    """Return the schedules used by calls of all functions, and the decisions."""
+    layer, schedules = nn.Identity(), Schedules()
+    with tune_small_layers(), observing(schedules):
         for name in FUNCTIONS:
-            call = calling(comm, name, layer, **options)
-            for _ in range(MOST_CALLS + more):
+            call = make_call(comm, name, layer, **options)
+            for _ in range(MAX_CALLS + more):
                 call()
-    assert all(one.settled for one in ad.overlap.decisions(layer))
-    return ways.took, settled(layer)
+    assert all(decision.settled for decision in ad.overlap.decisions(layer))
+    return schedules.chosen, chosen_by_trials(layer)
 
 
-def test_the_ways_take_turns_in_at_most_24_calls(ranks: RankPool) -> None:
-    first, other = ranks.run(2, all_turns)
+def test_candidates_alternate_in_at_most_24_calls(ranks: RankPool) -> None:
+    first, other = ranks.run(2, run_trials)
     assert first == other
     took, kept = first
     assert set(kept) == set(PATTERNS)
-    for pattern, ways in PATTERNS.items():
-        found = [one for one in took if one.pattern == pattern]
-        rounds = MOST_CALLS // len(ways)
-        trial = [one.way for one in found[: rounds * len(ways)]]
-        each = [trial[at : at + len(ways)] for at in range(0, len(trial), len(ways))]
-        assert all(sorted(one) == sorted(ways) for one in each)
-        assert len({one[0] for one in each}) == rounds  # each round begins with another
-        assert [one.settled for one in found] == [False] * len(trial) + [True] * (len(found) - len(trial))
-        assert {one.way for one in found[len(trial) :]} == {kept[pattern]} <= set(ways)
+    for pattern, candidates in PATTERNS.items():
+        found = [each for each in took if each.pattern == pattern]
+        rounds = MAX_CALLS // len(candidates)
+        trial = [each.schedule for each in found[: rounds * len(candidates)]]
+        trial_rounds = [trial[at : at + len(candidates)] for at in range(0, len(trial), len(candidates))]
+        assert all(sorted(each) == sorted(candidates) for each in trial_rounds)
+        assert len({each[0] for each in trial_rounds}) == rounds  # each round begins with a different candidate
+        assert [each.settled for each in found] == [False] * len(trial) + [True] * (len(found) - len(trial))
+        assert {each.schedule for each in found[len(trial) :]} == {kept[pattern]} <= set(candidates)
 
 
 SLICES, EXCHANGES = ([f"{method} {chunks}" for chunks in (2, 4, 8)] for method in ("slices", "exchange"))
 GATHERS = ("all_gather_matmul", "row_backward")
-# What is tried of what is left open; with deterministic sums nothing is.
-OPEN: list[tuple[Any, dict[str, list[str]]]] = [
+# Candidates for options left open; deterministic sums leave none.
+OPEN_OPTIONS: list[tuple[Any, dict[str, list[str]]]] = [
     (OverlapConfig("slices"), dict.fromkeys(PATTERNS, SLICES)),
     (OverlapConfig("exchange"), {one: SLICES if one in GATHERS else EXCHANGES for one in PATTERNS}),
     (OverlapConfig("slices", chunks=3), {one: ["slices 3"] for one in PATTERNS}),
@@ -79,39 +79,41 @@ OPEN: list[tuple[Any, dict[str, list[str]]]] = [
 ]
 
 
-def tried_of_open(comm: Communicator) -> list[dict[str, list[str]]]:
-    """The ways of each pattern, in the order in which they were first taken."""
+def open_candidates(comm: Communicator) -> list[dict[str, list[str]]]:
+    """Return the schedules of each pattern in order of first use."""
     found = []
-    for config, _ in OPEN:
-        of_torch = isinstance(config, str)
-        torch.use_deterministic_algorithms(of_torch)
+    for config, _ in OPEN_OPTIONS:
+        deterministic_torch = isinstance(config, str)
+        torch.use_deterministic_algorithms(deterministic_torch)
         try:
-            took, _ = all_turns(comm, 1, overlap="auto" if of_torch else config)
+            took, _ = run_trials(comm, 1, overlap="auto" if deterministic_torch else config)
         finally:
             torch.use_deterministic_algorithms(False)
-        found.append({one: list(dict.fromkeys(took.way for took in took if took.pattern == one)) for one in PATTERNS})
+        found.append(
+            {key: list(dict.fromkeys(took.schedule for took in took if took.pattern == key)) for key in PATTERNS}
+        )
     return found
 
 
-def test_what_is_left_open_is_tried(ranks: RankPool) -> None:
-    assert ranks.run(2, tried_of_open) == [[expected for _, expected in OPEN]] * 2
+def test_open_options_are_tried(ranks: RankPool) -> None:
+    assert ranks.run(2, open_candidates) == [[expected for _, expected in OPEN_OPTIONS]] * 2
 
 
-def chosen(comm: Communicator, tables: list[dict[str, Any]]) -> dict[str, str]:
-    """What is kept by the times of a table, one for each rank: seconds of a way, or of its first, second, .. call."""
+def decisions_for(comm: Communicator, tables: list[dict[str, Any]]) -> dict[str, str]:
+    """Return the decisions for given times: one table per rank, with the seconds of each schedule or call."""
     table = tables[comm.rank]
 
     def seconds(decision: Decision, number: int) -> float:
-        took = table.get(decision.way, 1.0)
+        took = table.get(decision.schedule, 1.0)
         return took[number % len(took)] if isinstance(took, list) else took
 
     layer = nn.Identity()
-    with timed_by(seconds):
+    with tune_with_times(seconds):
         for name in FUNCTIONS:
-            call = calling(comm, name, layer)
-            for _ in range(MOST_CALLS + 1):
+            call = make_call(comm, name, layer)
+            for _ in range(MAX_CALLS + 1):
                 call()
-        return settled(layer)
+        return chosen_by_trials(layer)
 
 
 SLOW: dict[str, Any] = {"off": 1.0, "bulk": 1.2, "slices 2": 1.1, "slices 4": 1.1, "slices 8": 1.1, "ring": 1.1}
@@ -137,45 +139,45 @@ KEPT: dict[str, tuple[list[dict[str, Any]], str]] = {
 
 
 @pytest.mark.parametrize("case", KEPT)
-def test_the_fastest_way_is_kept(ranks: RankPool, case: str) -> None:
+def test_the_fastest_schedule_is_kept(ranks: RankPool, case: str) -> None:
     tables, best = KEPT[case]
     expected = {pattern: best if best in PATTERNS[pattern] else "slices 2" for pattern in PATTERNS}
-    assert ranks.run(len(tables), chosen, tables) == [expected] * len(tables)
+    assert ranks.run(len(tables), decisions_for, tables) == [expected] * len(tables)
 
 
-def not_tried(comm: Communicator) -> list[Any]:
-    """What is too small by the bounds of the machine, what is not, and the last of too many shapes of a layer."""
+def untried_decisions(comm: Communicator) -> list[Any]:
+    """Decisions for matmuls below and above the size limit, and for a layer with too many shapes."""
     found: list[Any] = []
     for features in (64, 512):
         layer = ad.RowParallelLinear(features, features, comm, sequence_parallel=True)
         with torch.no_grad(), ad.overlap.report() as report:
             layer(torch.randn(256, features // comm.size))
-        found += [(row.decision.way, row.decision.reason, row.decision.settled) for row in report.rows()]
+        found += [(row.decision.schedule, row.decision.reason, row.decision.settled) for row in report.rows()]
     many = nn.Identity()
-    with tried_small(), torch.no_grad():
-        for more in range(routes.MOST_SHAPES + 3):
+    with tune_small_layers(), torch.no_grad():
+        for more in range(routes.MAX_SHAPES + 3):
             x = torch.randn(comm.size * (64 + more), IN)
             ad.matmul_reduce_scatter(x, torch.ones(OUT, IN), comm, owner=many)
     decisions = ad.overlap.decisions(many)
-    return [*found, sum(not one.settled for one in decisions), len(decisions), decisions[-1].reason[:50]]
+    return [*found, sum(not decision.settled for decision in decisions), len(decisions), decisions[-1].reason[:50]]
 
 
-def test_what_is_too_small_or_of_many_shapes_is_not_tried(ranks: RankPool) -> None:
-    for found in ranks.run(2, not_tried):
+def test_small_matmuls_and_too_many_shapes_are_not_tried(ranks: RankPool) -> None:
+    for found in ranks.run(2, untried_decisions):
         assert found == [
             ("off", TOO_FEW, True),
             ("off", "on trial, call 1 of 20", False),
-            routes.MOST_SHAPES,
-            routes.MOST_SHAPES + 3,
+            routes.MAX_SHAPES,
+            routes.MAX_SHAPES + 3,
             "16 shapes of this pass were tried before; ad.overlap.retry(layer)"[:50],
         ]
 
 
-def all_calls(comm: Communicator, seed: int) -> tuple[list[Took], int]:
-    """The ways of 32 training steps with evaluation between them; how many passes were decided in the end."""
-    ways, kept = Ways(), 0
+def train_with_auto(comm: Communicator, seed: int) -> tuple[list[ChosenSchedule], int]:
+    """Return the schedules of 32 training steps with evaluations in between, and the number of decided passes."""
+    schedules, kept = Schedules(), 0
     options: dict[str, Any] = {"dtype": torch.float64}
-    with tried_small(seed * comm.size + comm.rank), observing(ways):
+    with tune_small_layers(seed * comm.size + comm.rank), observing(schedules):
         for scattered in (True, False):
             torch.manual_seed(3)
             model = nn.Sequential(
@@ -189,12 +191,12 @@ def all_calls(comm: Communicator, seed: int) -> tuple[list[Took], int]:
                 if step % 7 == 3:
                     with torch.no_grad():
                         model(x)
-            kept += sum(len(settled(layer)) for layer in model)
-    return ways.took, kept
+            kept += sum(len(chosen_by_trials(layer)) for layer in model)
+    return schedules.chosen, kept
 
 
 @pytest.mark.parametrize(("n", "seed"), [(2, 1), (3, 2), (4, 3)])
-def test_all_ranks_take_the_same_way_whatever_their_clocks_say(ranks: RankPool, n: int, seed: int) -> None:
-    first, *others = ranks.run(n, all_calls, seed)
+def test_all_ranks_use_the_same_schedule_when_their_clocks_differ(ranks: RankPool, n: int, seed: int) -> None:
+    first, *others = ranks.run(n, train_with_auto, seed)
     assert len(first[0]) > 150 and first[1] == 6
     assert others == [first] * (n - 1)

@@ -1,4 +1,4 @@
-"""Training while overlap="auto" tries its ways, and once it has decided: the values of layers on one process."""
+"""Training with overlap="auto", during its trials and after the decisions, gives the values of one process."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import torch.nn.functional as F
 from ranks import RankPool
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from tried import IN, OUT, ROWS, Ways, settled, tried_small
+from tried import IN, OUT, ROWS, Schedules, chosen_by_trials, tune_small_layers
 
 import pynccl_autograd as ad
 from pynccl import Communicator
 from pynccl.comm.observers import observing
-from pynccl_autograd.overlap.routes import MOST_SHAPES
+from pynccl_autograd.overlap.routes import MAX_SHAPES
 
 STEPS = 28  # the trials of 20 and 24 calls, the decisions, and some after them
 BLOCKS = 2
 
 
 class Block(nn.Module):
-    """x + down(gelu(up(x))), of layers of ours or of torch's."""
+    """x + down(gelu(up(x))), with parallel or plain torch layers."""
 
     def __init__(self, up: nn.Module, down: nn.Module) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ def not_reentrant(model: nn.Sequential, x: Tensor) -> Tensor:
 
 
 def reentrant(model: nn.Sequential, x: Tensor) -> Tensor:
-    x = x.requires_grad_()  # or torch makes no gradients in it
+    x = x.requires_grad_()  # otherwise torch computes no gradients within it
     for block in model:
         x = checkpoint(block, x, use_reentrant=True)
     return x
@@ -53,12 +53,12 @@ def nested(model: nn.Sequential, x: Tensor) -> Tensor:
 
 
 class Program(NamedTuple):
-    """A way to train.
+    """A training procedure.
 
-    run       the forward pass of a microbatch
-    ahead     so many forward passes are made before their backward passes, of three microbatches
-    many      rows that change from step to step
-    evaluate  without gradients, every third step"""
+    run       forward pass of a microbatch
+    ahead     number of forward passes before the first backward pass, of three microbatches
+    many      whether the number of rows changes from step to step
+    evaluate  whether every third step also runs without gradients"""
 
     run: Callable[[nn.Sequential, Tensor], Tensor] = lambda model, x: model(x)
     scattered: bool = True
@@ -88,23 +88,23 @@ def loss_of(y: Tensor) -> Tensor:
 
 
 def batch(comm: Communicator | None, program: Program, step: int, number: int) -> Tensor:
-    """The rows of this rank, or all."""
+    """Return this rank's rows, or all rows."""
     torch.manual_seed(1000 * step + number)
-    x = torch.randn(ROWS + 12 * (step % (MOST_SHAPES + 2)) * program.many, IN, dtype=program.dtype)
+    x = torch.randn(ROWS + 12 * (step % (MAX_SHAPES + 2)) * program.many, IN, dtype=program.dtype)
     return x.chunk(comm.size)[comm.rank].clone() if comm is not None and program.scattered else x
 
 
-def trained(comm: Communicator | None, program: Program, model: nn.Sequential) -> Tensor:
-    """The losses of all steps on this rank's rows, and of evaluations."""
+def losses_of(comm: Communicator | None, program: Program, model: nn.Sequential) -> Tensor:
+    """Return the losses of all steps and evaluations on this rank's rows."""
     losses = []
     for step in range(STEPS * (1 + program.many)):
-        under_way: list[Tensor] = []
+        in_flight: list[Tensor] = []
         for number in range(3 if program.ahead > 1 else 1):
-            under_way.append(loss_of(program.run(model, batch(comm, program, step, number))))
-            losses.append(under_way[-1].detach())
-            if len(under_way) == program.ahead:
-                under_way.pop(0).backward()
-        for loss in under_way:
+            in_flight.append(loss_of(program.run(model, batch(comm, program, step, number))))
+            losses.append(in_flight[-1].detach())
+            if len(in_flight) == program.ahead:
+                in_flight.pop(0).backward()
+        for loss in in_flight:
             loss.backward()
         with torch.no_grad():
             for parameter in model.parameters():
@@ -118,8 +118,8 @@ def trained(comm: Communicator | None, program: Program, model: nn.Sequential) -
 
 
 def compare(comm: Communicator, name: str) -> None:
-    """Losses and parameters."""
-    program, ways = PROGRAMS[name], Ways()
+    """Compare losses and parameters with one process."""
+    program, schedules = PROGRAMS[name], Schedules()
     torch.manual_seed(11)
     plain = nn.Sequential(*(Block(nn.Linear(IN, OUT), nn.Linear(OUT, IN)) for _ in range(BLOCKS))).to(program.dtype)
     auto: Any = nn.Sequential(
@@ -131,22 +131,22 @@ def compare(comm: Communicator, name: str) -> None:
             for block in plain
         )
     )
-    with tried_small(100 + comm.rank), observing(ways):
-        found, wanted = trained(comm, program, auto), trained(None, program, plain)
+    with tune_small_layers(100 + comm.rank), observing(schedules):
+        found, expected = losses_of(comm, program, auto), losses_of(None, program, plain)
     if program.scattered:
         comm.all_reduce(found, found)
     close = {"rtol": program.tolerance, "atol": program.tolerance}
-    torch.testing.assert_close(found, wanted, **close)
-    for key, one in ad.full_state_dict(auto).items():
-        torch.testing.assert_close(one, plain.state_dict()[key], **close)
+    torch.testing.assert_close(found, expected, **close)
+    for key, value in ad.full_state_dict(auto).items():
+        torch.testing.assert_close(value, plain.state_dict()[key], **close)
     if program.many:
         reasons = [decision.reason for layer in (auto[0].up, auto[0].down) for decision in ad.overlap.decisions(layer)]
         assert any("16 shapes of this pass were tried before" in reason for reason in reasons)
     else:
-        assert sum(len(settled(layer)) for block in auto for layer in (block.up, block.down)) >= 2 * BLOCKS
-        assert {"off", "slices 2", "slices 4", "slices 8", "ring"} <= {one.way for one in ways.took}
+        assert sum(len(chosen_by_trials(layer)) for block in auto for layer in (block.up, block.down)) >= 2 * BLOCKS
+        assert {"off", "slices 2", "slices 4", "slices 8", "ring"} <= {value.schedule for value in schedules.chosen}
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_training_with_auto_is_training_without_overlap(ranks: RankPool, name: str) -> None:
+def test_training_with_auto_equals_training_without_overlap(ranks: RankPool, name: str) -> None:
     ranks.run(3 if name == "plain" else 2, compare, name, timeout=200)

@@ -1,4 +1,4 @@
-"""Models of Hugging Face's library made parallel: steps beside the unsharded ones, every gradient."""
+"""Parallelized Hugging Face models: training steps and every gradient compared with the unsharded models."""
 
 from __future__ import annotations
 
@@ -19,47 +19,47 @@ from pynccl import Communicator
 pytest.importorskip("transformers")
 
 
-def trains_alike(
+def train_and_compare(
     comm: Communicator, name: str, sizes: dict[str, Any], steps: int = 2, dtype: Any = torch.float64, **options: Any
 ) -> None:
     torch.manual_seed(3)
-    whole: Any = MAKE[name](**sizes).to(dtype)
-    model: Any = ad.parallelize(copy.deepcopy(whole), comm, getattr(ad.plans, name), **options)
+    unsharded: Any = MAKE[name](**sizes).to(dtype)
+    model: Any = ad.parallelize(copy.deepcopy(unsharded), comm, getattr(ad.plans, name), **options)
     tolerance = {**TOLERANCE[dtype], "msg": partial("{} {} {}: {}".format, dtype, steps, options)}
-    optimizers = [torch.optim.SGD(one.parameters(), 0.5) for one in (whole, model)]
+    optimizers = [torch.optim.SGD(module.parameters(), 0.5) for module in (unsharded, model)]
     for step in range(steps):
         losses = []
-        for one, optimizer in zip((whole, model), optimizers, strict=True):
+        for module, optimizer in zip((unsharded, model), optimizers, strict=True):
             optimizer.zero_grad()
-            loss = one(**batch(step)).loss
+            loss = module(**batch(step)).loss
             loss.backward()
             losses.append(loss.detach())
         torch.testing.assert_close(losses[1], losses[0], **tolerance)
         with torch.inference_mode():
             torch.testing.assert_close(model(**batch(step)).loss, losses[0], **tolerance)
         ad.finish_gradients(model)
-        compare(model, whole, TOLERANCE[dtype])
+        compare(model, unsharded, TOLERANCE[dtype])
         kind = (2.0, 1.0, math.inf)[step % 3]
-        expected = nn.utils.clip_grad_norm_(whole.parameters(), 0.5, kind)
+        expected = nn.utils.clip_grad_norm_(unsharded.parameters(), 0.5, kind)
         norm = ad.clip_grad_norm_(model.parameters(), 0.5, kind)
         torch.testing.assert_close(norm, expected, **tolerance, check_dtype=False)
         for optimizer in optimizers:
             optimizer.step()
     state = ad.full_state_dict(model, rank0_only=False)
-    torch.testing.assert_close(state, {**whole.state_dict()}, **tolerance)
+    torch.testing.assert_close(state, {**unsharded.state_dict()}, **tolerance)
 
 
-def each_way(comm: Communicator, name: str, sizes: dict[str, Any], steps: int) -> None:
-    """With sequence parallelism and without, with each overlap, in less precision, with logits that stay cut."""
-    trains_alike(comm, name, sizes, steps)
-    trains_alike(comm, name, sizes, steps, sequence_parallel=False)
-    trains_alike(comm, name, sizes, 1, sequence_parallel=False, overlap=ad.OverlapConfig("slices", chunks=2))
+def train_all_options(comm: Communicator, name: str, sizes: dict[str, Any], steps: int) -> None:
+    """With and without sequence parallelism, with several overlaps, in lower precision, with sharded logits."""
+    train_and_compare(comm, name, sizes, steps)
+    train_and_compare(comm, name, sizes, steps, sequence_parallel=False)
+    train_and_compare(comm, name, sizes, 1, sequence_parallel=False, overlap=ad.OverlapConfig("slices", chunks=2))
     for overlap in (ad.OverlapConfig("exchange", chunks=2), ad.OverlapConfig("ring")):
-        trains_alike(comm, name, sizes, 1, overlap=overlap)
+        train_and_compare(comm, name, sizes, 1, overlap=overlap)
     for dtype in (torch.float32, torch.bfloat16):
-        trains_alike(comm, name, sizes, 2, dtype)
+        train_and_compare(comm, name, sizes, 2, dtype)
     if name != "bert":
-        trains_alike(comm, name, sizes, 2, torch.float32, gather_logits=False)
+        train_and_compare(comm, name, sizes, 2, torch.float32, gather_logits=False)
 
 
 TRAINED: list[tuple[str, dict[str, Any], int]] = [
@@ -73,37 +73,37 @@ TRAINED: list[tuple[str, dict[str, Any], int]] = [
 
 
 @pytest.mark.parametrize(("name", "kind", "size"), TRAINED, ids=str)
-def test_a_model_trains_as_the_unsharded_one(ranks: RankPool, name: str, kind: dict[str, Any], size: int) -> None:
-    ranks.run(size, each_way, name, kind, 3)
+def test_a_model_trains_like_the_unsharded_one(ranks: RankPool, name: str, kind: dict[str, Any], size: int) -> None:
+    ranks.run(size, train_all_options, name, kind, 3)
 
 
-def of_meta_device(comm: Communicator, name: str) -> None:
-    """Drawn as the unsharded model is, and loaded from it."""
+def init_and_load_meta_models(comm: Communicator, name: str) -> None:
+    """Initialize a meta-device model like the unsharded one, and load another one from its state dict."""
     torch.manual_seed(7)
-    whole: Any = MAKE[name]()
+    unsharded: Any = MAKE[name]()
     with torch.device("meta"):
         models = [MAKE[name]() for _ in range(2)]
-    for one in whole.parameters():
-        one._is_hf_initialized = False
+    for parameter in unsharded.parameters():
+        parameter._is_hf_initialized = False
     torch.manual_seed(7)
-    whole.apply(whole._init_weights)
+    unsharded.apply(unsharded._init_weights)
     torch.manual_seed(7)
     ad.parallelize(models[0], comm, getattr(ad.plans, name), init=models[0]._init_weights)
     ad.parallelize(models[1], comm, getattr(ad.plans, name))
-    assert all(one.is_meta for one in models[1].parameters())
-    ad.load_full_state_dict(models[1], whole.state_dict())
+    assert all(parameter.is_meta for parameter in models[1].parameters())
+    ad.load_full_state_dict(models[1], unsharded.state_dict())
     for model in models:
-        compare(model, whole, {"rtol": 0.0, "atol": 0.0})
-        torch.testing.assert_close(model(**batch(0)).loss, whole(**batch(0)).loss)
+        compare(model, unsharded, {"rtol": 0.0, "atol": 0.0})
+        torch.testing.assert_close(model(**batch(0)).loss, unsharded(**batch(0)).loss)
 
 
 @pytest.mark.parametrize("name", MAKE)
-def test_a_model_of_the_meta_device_is_the_unsharded_one(ranks: RankPool, name: str) -> None:
-    ranks.run(2, of_meta_device, name)
+def test_a_meta_device_model_equals_the_unsharded_one(ranks: RankPool, name: str) -> None:
+    ranks.run(2, init_and_load_meta_models, name)
 
 
 class Net(nn.Module):
-    """What a user wrote."""
+    """A user-written model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,47 +114,47 @@ class Net(nn.Module):
         return y
 
 
-def own_plan(comm: Communicator) -> str:
+def apply_user_plan(comm: Communicator) -> str:
     torch.manual_seed(1)
-    whole = Net().double()
+    unsharded = Net().double()
     plan = {"up": "column", "down": ad.RowParallelLinear.from_linear}
-    with pytest.warns(UserWarning, match="the plan says nothing of norm"):
-        model = ad.parallelize(copy.deepcopy(whole), comm, plan, sequence_parallel=False)
+    with pytest.warns(UserWarning, match="the plan does not mention norm"):
+        model = ad.parallelize(copy.deepcopy(unsharded), comm, plan, sequence_parallel=False)
     x = torch.randn(4, 3, 8, dtype=torch.float64)
-    torch.testing.assert_close(model(x), whole(x))
+    torch.testing.assert_close(model(x), unsharded(x))
     return ad.describe(model)
 
 
-def test_a_plan_of_ones_own_and_what_became_of_the_model(ranks: RankPool) -> None:
-    first, second = ranks.run(2, own_plan)
+def test_a_user_written_plan_and_its_description(ranks: RankPool) -> None:
+    first, second = ranks.run(2, apply_user_plan)
     assert first == second
     names = [f"{module}.{parameter}" for module in ("up", "down", "norm") for parameter in ("weight", "bias")]
     assert [line.split("  ")[0] for line in first.splitlines()[1:-1]] == names
     assert "up.weight    ColumnParallelLinear  [12, 8]  [6, 8]  0 of 2  384" in first
-    assert first.endswith("1,008 bytes on this rank, 1,824 in the whole model")
+    assert first.endswith("1,008 bytes on this rank, 1,824 in the full model")
 
 
-def generates(comm: Communicator, name: str) -> None:
+def generate_and_train(comm: Communicator, name: str) -> None:
     torch.manual_seed(3)
-    whole: Any = MAKE[name]().double().eval()
-    model: Any = ad.parallelize(copy.deepcopy(whole), comm, getattr(ad.plans, name))
+    unsharded: Any = MAKE[name]().double().eval()
+    model: Any = ad.parallelize(copy.deepcopy(unsharded), comm, getattr(ad.plans, name))
     ids = torch.randint(0, WORDS, (2, 5))
     for beams in (1, 3):
         how = {"max_new_tokens": 6, "pad_token_id": 0, "num_beams": beams, "do_sample": False}
-        found, expected = (one.generate(ids, attention_mask=torch.ones_like(ids), **how) for one in (model, whole))
+        found, expected = (m.generate(ids, attention_mask=torch.ones_like(ids), **how) for m in (model, unsharded))
         assert torch.equal(found, expected)
     example = batch(1)
-    for one in (model, whole):  # then it trains on as before
-        one.train()(**example).loss.backward()
+    for each in (model, unsharded):  # training works afterwards
+        each.train()(**example).loss.backward()
     ad.finish_gradients(model)
-    compare(model, whole, TOLERANCE[torch.float64])
+    compare(model, unsharded, TOLERANCE[torch.float64])
     with torch.no_grad():
-        torch.testing.assert_close(model(ids).logits, whole(ids).logits, **TOLERANCE[torch.float64])
-    with pytest.raises(ValueError, match=r"under torch\.no_grad\(\), any length will do"):
+        torch.testing.assert_close(model(ids).logits, unsharded(ids).logits, **TOLERANCE[torch.float64])
+    with pytest.raises(ValueError, match=r"under torch\.no_grad\(\) any length works"):
         model(ids)
-    torch.testing.assert_close(model.eval()(**example).loss, whole(**example).loss, **TOLERANCE[torch.float64])
+    torch.testing.assert_close(model.eval()(**example).loss, unsharded(**example).loss, **TOLERANCE[torch.float64])
 
 
 @pytest.mark.parametrize(("name", "size"), [("llama", 4), ("gpt2", 2)])
 def test_text_of_any_length_is_generated_with_sequence_parallelism(ranks: RankPool, name: str, size: int) -> None:
-    ranks.run(size, generates, name)
+    ranks.run(size, generate_and_train, name)

@@ -1,4 +1,4 @@
-"""Plans that would be silently wrong: said before anything is changed, or mended."""
+"""Plans that would give wrong results raise before the model is changed."""
 
 from __future__ import annotations
 
@@ -58,107 +58,107 @@ PLAN: dict[str, Any] = {
 }
 
 
-def planted(change: Callable[[Any], Any]) -> Any:
+def changed_model(change: Callable[[Any], Any]) -> Any:
     torch.manual_seed(0)
     model = Net()
     change(model.blocks[1])
     return model
 
 
-def refusals() -> list[tuple[Any, Any, type[Exception], str]]:
-    """(model, plan, error, words of it)"""
-    subclass = planted(lambda block: setattr(block, "up", Scaled(WIDTH, 12)))
-    normed = planted(lambda block: weight_norm(block.up))
-    hooked = planted(lambda block: block.up.register_forward_hook(lambda *_: None))
+def bad_plans() -> list[tuple[Any, Any, type[Exception], str]]:
+    """Return (model, plan, error, words of its message) for each case."""
+    subclass = changed_model(lambda block: setattr(block, "up", Scaled(WIDTH, 12)))
+    normed = changed_model(lambda block: weight_norm(block.up))
+    hooked = changed_model(lambda block: block.up.register_forward_hook(lambda *_: None))
     layers = {"up": nn.Linear(WIDTH, 12), "norm": nn.LayerNorm(7), "odd": nn.Linear(7, 4)}
     odd, net = nn.ModuleDict(layers), Net()
     wrong, value = TypeError, ValueError
-    silent = {pattern: role for pattern, role in PLAN.items() if pattern != "blocks.*.norm"}
-    lonely = {**PLAN, "blocks.1": "shared_input", "blocks.1.up": "replicated"}
+    without_norm = {pattern: role for pattern, role in PLAN.items() if pattern != "blocks.*.norm"}
+    without_column = {**PLAN, "blocks.1": "shared_input", "blocks.1.up": "replicated"}
     heads, head = ({**PLAN, "blocks.1": ("divide", {"attributes": [name]})} for name in ("heads", "head"))
     return [
-        (subclass, PLAN, wrong, "blocks.1.up is Scaled with more than a torch.nn.Linear"),
-        (normed, PLAN, wrong, "blocks.1.up is ParametrizedLinear with more than"),
-        (hooked, PLAN, wrong, "blocks.1.up is Linear with hooks"),
-        (net, silent, value, "blocks.0.norm sees a part of the sequence"),
-        (net, {**PLAN, "blocks.*.norm": "replicated"}, value, "blocks.0.norm sees a part of the sequence"),
-        (net, heads, value, "is 3: expected an integer that 2"),
+        (subclass, PLAN, wrong, "blocks.1.up (Scaled) subclasses torch.nn.Linear"),
+        (normed, PLAN, wrong, "blocks.1.up (ParametrizedLinear) subclasses"),
+        (hooked, PLAN, wrong, "blocks.1.up (Linear) has hooks"),
+        (net, without_norm, value, "blocks.0.norm sees a shard of the sequence"),
+        (net, {**PLAN, "blocks.*.norm": "replicated"}, value, "blocks.0.norm sees a shard of the sequence"),
+        (net, heads, value, "is 3; expected an integer that is divisible by 2"),
         (net, head, value, "'head', which Block does not have"),
-        (net, lonely, value, "says 'shared_input' of it, and of no module in it 'column'"),
+        (net, without_column, value, "blocks.1 is 'shared_input', but no module in it is 'column'"),
         (net, {**PLAN, "blocks.1": ("sequence", {"dim": 1})}, value, "option 'dim', expected none"),
-        (odd, {"up": "column", "dwn": "row"}, value, "no module fits the pattern 'dwn'"),
-        (odd, {"up": "columns"}, value, "'columns' of 'up'"),
+        (odd, {"up": "column", "dwn": "row"}, value, "the pattern 'dwn' matches no module"),
+        (odd, {"up": "columns"}, value, "'columns' for 'up'"),
         (odd, {"up": ("column", 3)}, value, "a pair of one and a dict"),
         (odd, {"norm": "column"}, wrong, "norm is LayerNorm"),
-        (odd, {"up": ["column", "row"]}, value, "up: the plan says column and row"),
+        (odd, {"up": ["column", "row"]}, value, "up is both 'column' and 'row'"),
         (odd, {"odd": "row"}, value, "in_features is 7, not divisible by 2 ranks"),
         (odd, {"up": ("column", {"heads": "num_heads"})}, value, "model.config.num_heads"),
         (odd, {"up": ("column", {"overlaps": 1})}, wrong, "up, weight [12, 8]"),
-        (odd, ad.plans.llama, value, "no module of ModuleDict is cut"),
+        (odd, ad.plans.llama, value, "the plan shards no module of ModuleDict"),
         (odd, ["up"], wrong, "expected a dict of patterns"),
         ("model", {}, wrong, "expected a torch.nn.Module"),
     ]
 
 
-def refused(comm: Communicator) -> None:
-    for model, plan, error, words in refusals():
+def check_bad_plans(comm: Communicator) -> None:
+    for model, plan, error, words in bad_plans():
         before = model_ranks.state(model) if isinstance(model, nn.Module) else None
         with pytest.raises(error) as caught:
             ad.parallelize(model, comm, plan, sequence_parallel="last" in plan)
         assert words in str(caught.value)
-        assert before is None or before == model_ranks.state(model)  # nothing has changed
+        assert before is None or before == model_ranks.state(model)  # the model is unchanged
     options = {"seq_dim": "1", "init": 3, "reduce_dtype": "f", "sequence_parallel": "no", "gather_logits": 0}
     for name, value in options.items():
         with pytest.raises(TypeError, match=f"parallelize: {name} is {value!r}, expected"):
             ad.parallelize(Net(), comm, PLAN, **{name: value})  # type: ignore[arg-type]
     torch.manual_seed(0)
-    once = ad.parallelize(Net(), comm, PLAN)
-    with pytest.raises(TypeError, match="up is ColumnParallelLinear already; make a model parallel once"):
-        ad.parallelize(once, comm, PLAN)
+    parallelized = ad.parallelize(Net(), comm, PLAN)
+    with pytest.raises(TypeError, match="up is ColumnParallelLinear already; call parallelize once per model"):
+        ad.parallelize(parallelized, comm, PLAN)
 
 
-def transformers_that_cannot(comm: Communicator) -> None:
-    """Inputs that cannot be cut, and logits that are."""
+def check_transformers(comm: Communicator) -> None:
+    """Inputs and heads that cannot be sharded, and generate with sharded logits."""
     pytest.importorskip("transformers")
     torch.manual_seed(0)
     ids = torch.zeros(1, 4, dtype=torch.int64)
-    whole, odd = MAKE["llama"](), MAKE["gpt2"]()
+    unsharded, odd = MAKE["llama"](), MAKE["gpt2"]()
     with pytest.raises(ValueError, match="pad it to a multiple of 2"):
-        ad.parallelize(copy.deepcopy(whole), comm, ad.plans.llama)(ids[:, :3])
+        ad.parallelize(copy.deepcopy(unsharded), comm, ad.plans.llama)(ids[:, :3])
     with pytest.raises(ValueError, match="num_attention_heads is 3, on 2 ranks; expected a multiple"):
         odd.config.num_attention_heads = 3  # type: ignore[union-attr]
         ad.parallelize(odd, comm, ad.plans.gpt2)
-    model: Any = ad.parallelize(whole, comm, ad.plans.llama, gather_logits=False)
-    with pytest.raises(RuntimeError, match="generate: each rank has the logits of its own words"):
+    model: Any = ad.parallelize(unsharded, comm, ad.plans.llama, gather_logits=False)
+    with pytest.raises(RuntimeError, match="generate: each rank has only the logits of its vocabulary shard"):
         model.generate(batch(0)["input_ids"])
 
 
-def other_than_rank_0(comm: Communicator) -> None:
+def check_rank_differences(comm: Communicator) -> None:
     torch.manual_seed(comm.rank)
-    with pytest.warns(UserWarning, match="rank 1 and rank 0 have other weights"):
+    with pytest.warns(UserWarning, match="rank 1 and rank 0 have different weights"):
         ad.parallelize(Net(), comm, PLAN)
     torch.manual_seed(0)
     model = Net()
     other_plan = PLAN if comm.rank else {**PLAN, "blocks.0.up": ("column", {"overlap": "off"})}
     rows: list[tuple[type[Exception], str, Any, Any, dict[str, Any]]] = [
-        (ValueError, "rank 1 and rank 0 differ in what the plan says", model, other_plan, {}),
+        (ValueError, "rank 1 and rank 0 differ in the roles of the modules", model, other_plan, {}),
         (ValueError, "rank 1 and rank 0 differ in the options", model, PLAN, {"gather_logits": comm.rank == 0}),
         (ValueError, "differ in names, shapes", Net().double() if comm.rank else model, PLAN, {}),
     ]
-    for error, words, one, plan, options in rows:
+    for error, words, each_model, plan, options in rows:
         with pytest.raises(error, match=words):
-            ad.parallelize(one, comm, plan, **options)
-    with pytest.raises(ValueError if comm.rank else RuntimeError, match="no module fits the pattern 'lost'"):
+            ad.parallelize(each_model, comm, plan, **options)
+    with pytest.raises(ValueError if comm.rank else RuntimeError, match="the pattern 'lost' matches no module"):
         ad.parallelize(model, comm, {**PLAN, "lost": "column"} if comm.rank else PLAN)
     assert type(model.blocks[0].up) is nn.Linear
     for sequence_parallel in (True, False):
-        cut = ad.parallelize(copy.deepcopy(model), comm, PLAN, sequence_parallel)
-        with pytest.raises(ValueError, match=r"Net: rank 1 was given a batch .* than rank 0; expected the same"):
-            copy.deepcopy(cut)(torch.full((1, 4, WIDTH), float(comm.rank)))
+        parallel = ad.parallelize(copy.deepcopy(model), comm, PLAN, sequence_parallel)
+        with pytest.raises(ValueError, match=r"Net: the batch on rank 1 has other .* than on rank 0; all 2 "):
+            copy.deepcopy(parallel)(torch.full((1, 4, WIDTH), float(comm.rank)))
         x = torch.ones(1, 4, WIDTH)
-        torch.testing.assert_close(cut(x), model(x))
+        torch.testing.assert_close(parallel(x), model(x))
 
 
-@pytest.mark.parametrize("function", [refused, transformers_that_cannot, other_than_rank_0])
-def test_what_a_plan_cannot_do_is_said(ranks: RankPool, function: Callable[[Communicator], None]) -> None:
+@pytest.mark.parametrize("function", [check_bad_plans, check_transformers, check_rank_differences])
+def test_bad_plans_raise(ranks: RankPool, function: Callable[[Communicator], None]) -> None:
     ranks.run(2, function)

@@ -1,4 +1,4 @@
-"""Checkpointed regions where ranks save different tensors: all compute their collectives anew at the same point."""
+"""Checkpointed regions where ranks save different tensors: all ranks recompute the collectives at the same point."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def total(x: Tensor, comm: Communicator) -> Tensor:
 
 
 def uneven(x: Tensor, comm: Communicator) -> Tensor:
-    """Rank 0 saves a tensor for it, the others nothing."""
+    """A function for which only rank 0 saves a tensor."""
     return x.sin() if comm.rank == 0 else x * 0.5
 
 
@@ -39,8 +39,8 @@ def frozen_parameter(comm: Communicator, checkpoint: Checkpoint, x: Tensor, w: T
     return checkpoint(region, checkpoint(region, x))
 
 
-def other_kinds(comm: Communicator, checkpoint: Checkpoint, x: Tensor, w: Tensor) -> Tensor:
-    """Lists; those whose forward or whose backward communicates nothing; those without a gradient."""
+def other_collectives(comm: Communicator, checkpoint: Checkpoint, x: Tensor, w: Tensor) -> Tensor:
+    """Lists, collectives that communicate only forward or only backward, and collectives without a gradient."""
 
     def region(x: Tensor) -> Tensor:
         a, b = ad.all_reduce([x * w, 2 * x], comm, grad="sum")
@@ -55,7 +55,7 @@ def other_kinds(comm: Communicator, checkpoint: Checkpoint, x: Tensor, w: Tensor
 
 
 def nested(comm: Communicator, checkpoint: Checkpoint, x: Tensor, w: Tensor) -> Tensor:
-    """After the inner region only rank 0 saves something in the outer one; started, and waited for twice."""
+    """Nested regions: only rank 0 saves a tensor in the outer one; an asynchronous call is waited for twice."""
 
     def inner(x: Tensor) -> Tensor:
         handle = ad.start(ad.all_reduce, x * w, comm, grad="sum")
@@ -71,7 +71,7 @@ def plain(region: Region, *args: Any) -> Any:
     return region(*args)
 
 
-recomputed = partial(torch_checkpoint, use_reentrant=False)
+recompute = partial(torch_checkpoint, use_reentrant=False)
 
 
 def selective(region: Region, *args: Any) -> Any:
@@ -87,11 +87,11 @@ def selective(region: Region, *args: Any) -> Any:
 
 def gradients_of(comm: Communicator, program: Program) -> list[list[Tensor]]:
     found = []
-    for checkpoint in (plain, recomputed, selective):
+    for checkpoint in (plain, recompute, selective):
         x = torch.linspace(0.1, 0.4, 4, dtype=torch.float64).add(comm.rank).requires_grad_()
         w = torch.full((4,), 0.5, dtype=torch.float64, requires_grad=comm.rank == 0)
         y = program(comm, checkpoint, x, w)
-        if checkpoint is not selective:  # with which torch allows one backward pass only
+        if checkpoint is not selective:  # torch allows only one backward pass with it
             (y**2).sum().backward(retain_graph=True)
             x.grad = w.grad = None
         (y**3).sum().backward()
@@ -99,13 +99,13 @@ def gradients_of(comm: Communicator, program: Program) -> list[list[Tensor]]:
     return found
 
 
-def gradients(comm: Communicator) -> None:
-    for program in (frozen_parameter, other_kinds, nested):
-        expected, *ways = gradients_of(comm, program)
+def compare_gradients(comm: Communicator) -> None:
+    for program in (frozen_parameter, other_collectives, nested):
+        expected, *checkpointed = gradients_of(comm, program)
         assert len(expected) == 3 - comm.rank
-        for found in ways:
+        for found in checkpointed:
             assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), program.__name__
 
 
-def test_gradients_are_those_without_a_checkpoint(ranks: RankPool) -> None:
-    ranks.run(2, gradients)
+def test_gradients_equal_those_without_checkpointing(ranks: RankPool) -> None:
+    ranks.run(2, compare_gradients)

@@ -1,4 +1,4 @@
-"""Random numbers of tensor-parallel models: equal or each rank's own, reproducible, the same in a recomputation."""
+"""Random numbers of tensor-parallel models: equal or different on each rank, reproducible, recomputed identically."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pynccl import Communicator
 
 
 def draws(comm: Communicator) -> list[list[float]]:
-    """Of a model's pass: equal, own, equal, own."""
+    """Draw numbers outside and inside of ad.rng.cut, twice."""
     found = []
     for _ in range(2):
         found.append(torch.rand(4).tolist())
@@ -26,8 +26,8 @@ def draws(comm: Communicator) -> list[list[float]]:
     return found
 
 
-def passes(comm: Communicator) -> list[list[list[float]]]:
-    """After seeds; and after unequal amounts, an error in a block, and a state that is restored."""
+def draw_after_seeds(comm: Communicator) -> list[list[list[float]]]:
+    """Draw after seeding, and after unequal draws, an error in a block and a restored state."""
     found = []
     for seed in (7, 7, 8):
         ad.rng.seed(seed, comm)
@@ -45,28 +45,28 @@ def passes(comm: Communicator) -> list[list[list[float]]]:
     return found
 
 
-def test_numbers_are_equal_outside_of_a_block_and_differ_within(ranks: RankPool) -> None:
-    results = ranks.run(3, passes)
+def test_numbers_are_equal_outside_a_block_and_differ_between_ranks_within(ranks: RankPool) -> None:
+    results = ranks.run(3, draw_after_seeds)
     first, again, other, _ = results[0]
     assert first == again and all(a != b for a, b in zip(first, other, strict=True))
     assert first[0] != first[2] and first[1] != first[3]
-    for one in zip(*results, strict=True):
-        assert [len({str(of_rank[place]) for of_rank in one}) for place in range(4)] == [1, 3, 1, 3]
+    for each_draw in zip(*results, strict=True):
+        assert [len({str(on_rank[place]) for on_rank in each_draw}) for place in range(4)] == [1, 3, 1, 3]
 
 
 def dropout(comm: Communicator) -> tuple[list[bool], list[bool]]:
     x = torch.ones(400)
     ad.rng.seed(5, comm)
-    own, same = ad.Dropout(0.25, comm), ad.Dropout(0.25, comm, cut=False)
-    y, z = own(x), same(x)
+    per_rank, same = ad.Dropout(0.25, comm), ad.Dropout(0.25, comm, cut=False)
+    y, z = per_rank(x), same(x)
     kept = y != 0
     torch.testing.assert_close(y[kept], torch.full_like(y[kept], 1 / 0.75))
     assert 240 < int(kept.sum()) < 360
-    torch.manual_seed(5)  # one number was taken for the block
+    torch.manual_seed(5)  # the block has drawn one number
     torch.empty((), dtype=torch.int64).random_()
     torch.testing.assert_close(z, F.dropout(x, 0.25))
     state = torch.get_rng_state()
-    assert own.eval()(x) is x and torch.equal(state, torch.get_rng_state())
+    assert per_rank.eval()(x) is x and torch.equal(state, torch.get_rng_state())
 
     def block(x: Tensor) -> Tensor:
         with ad.rng.cut(comm):
@@ -80,24 +80,24 @@ def dropout(comm: Communicator) -> tuple[list[bool], list[bool]]:
     return kept.tolist(), (z != 0).tolist()
 
 
-def test_dropout_keeps_other_elements_on_each_rank_only_where_they_are_cut(ranks: RankPool) -> None:
+def test_dropout_masks_differ_between_ranks_only_for_sharded_activations(ranks: RankPool) -> None:
     (own_0, same_0), (own_1, same_1) = ranks.run(2, dropout)
     assert own_0 != own_1 and same_0 == same_1
 
 
-def recomputes(comm: Communicator) -> None:
-    linear, own, same = nn.Linear(16, 16).double(), ad.Dropout(0.5, comm), nn.Dropout(0.5)
+def compare_checkpoints(comm: Communicator) -> None:
+    linear, per_rank, same = nn.Linear(16, 16).double(), ad.Dropout(0.5, comm), nn.Dropout(0.5)
 
     def region(x: Tensor) -> Tensor:
-        return own(torch.tanh(linear(same(torch.tanh(linear(own(x)))))))
+        return per_rank(torch.tanh(linear(same(torch.tanh(linear(per_rank(x)))))))
 
     value = torch.randn(5, 16, dtype=torch.float64)
     results = []
-    for way in ("plain", False, True):
+    for use_reentrant in ("plain", False, True):
         ad.rng.seed(6, comm)
         x = value.clone().requires_grad_()
-        y = region(x) if way == "plain" else checkpoint(region, x, use_reentrant=way)
-        y = region(y)  # draws on, before the recomputation
+        y = region(x) if use_reentrant == "plain" else checkpoint(region, x, use_reentrant=use_reentrant)
+        y = region(y)  # draws more numbers before the recomputation
         y.square().sum().backward()
         results.append((y.detach(), x.grad, torch.rand(2).double()))
     for plain, *recomputed in zip(*results, strict=True):
@@ -105,11 +105,11 @@ def recomputes(comm: Communicator) -> None:
             torch.testing.assert_close(found, plain, rtol=1e-12, atol=1e-12)
 
 
-def test_a_checkpoint_draws_the_same_numbers_again(ranks: RankPool) -> None:
-    ranks.run(2, recomputes)
+def test_checkpointing_recomputes_with_the_same_numbers(ranks: RankPool) -> None:
+    ranks.run(2, compare_checkpoints)
 
 
-def wrong(comm: Communicator) -> None:
+def check_errors(comm: Communicator) -> None:
     other = comm.split(0, comm.rank)
     assert other is not None
 
@@ -118,10 +118,10 @@ def wrong(comm: Communicator) -> None:
             call()
 
     torch.manual_seed(comm.rank)
-    unlike = r"other states on other ranks.*call ad\.rng\.seed\(seed, comm\)"
+    different = r"states of torch.s generators differ between ranks.*call ad\.rng\.seed\(seed, comm\)"
     cases: list[tuple[Any, type[Exception], str]] = [
         (lambda: within(int), RuntimeError, r"call ad\.rng\.seed\(seed, comm\)"),
-        (lambda: ad.Dropout(0.5, other, cut=False)(torch.ones(3)), RuntimeError, unlike),
+        (lambda: ad.Dropout(0.5, other, cut=False)(torch.ones(3)), RuntimeError, different),
         (lambda: ad.rng.seed(comm.rank, other), ValueError, r"the ranks passed the seeds \[0, 1\]"),
         (lambda: ad.rng.seed(2**63 - 1, other) or within(ad.rng.get_state), RuntimeError, "call it outside"),
         (lambda: ad.rng.set_state({"cpu": torch.zeros(3)}), ValueError, r"rng\.set_state: state"),
@@ -132,5 +132,5 @@ def wrong(comm: Communicator) -> None:
     other.destroy()
 
 
-def test_what_is_wrong_is_said(ranks: RankPool) -> None:
-    ranks.run(2, wrong)
+def test_wrong_use_raises(ranks: RankPool) -> None:
+    ranks.run(2, check_errors)

@@ -1,6 +1,6 @@
-"""Every collective in every property that SEMANTICS asks for, against torch's own derivative of a reference.
+"""Every property of every collective, compared with torch's derivative of a reference.
 
-Each test is one cell of the table in docs/semantics.md; a skip is a cell that cannot be, with the reason.
+Each test is one cell of the table in docs/semantics.md; a skip is a combination that does not exist, with the reason.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ def leaves(xs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def own_gradient(operation: Operation, gradients: Sequence[Tensor], rank: int) -> Tensor:
-    """This rank's part of the gradient by all ranks' inputs; if they are one input, the sum."""
-    return torch.stack(list(gradients)).sum(0) if operation.input_is_one else gradients[rank]
+    """Return this rank's gradient; if all ranks share one input, the sum of all."""
+    return torch.stack(list(gradients)).sum(0) if operation.replicated_input else gradients[rank]
 
 
 def inner(ys: Sequence[Tensor], gs: Sequence[Tensor]) -> Tensor:
-    """The real inner product whose gradient torch calls the gradient, of complex numbers too."""
+    """Return the real inner product that defines torch's gradient, also for complex numbers."""
     return sum(((g.conj() * y).real.sum() for y, g in zip(ys, gs, strict=True)), torch.zeros(()))
 
 
 def check_gradient(comm: Communicator, operation: Operation, case: Case, dtype: torch.dtype = torch.float64) -> None:
-    """Outputs, and gradients of the sum (or of the one replicated) inner product with random cotangents."""
+    """Compare outputs and gradients for random cotangents: of the sum of the losses, or of one replicated loss."""
     xs = leaves(tensors(operation, case, 1, dtype))
     ys = operation.reference(xs, case)
     replicated = case.grad == "replicated"
@@ -66,7 +66,7 @@ def check_gradient(comm: Communicator, operation: Operation, case: Case, dtype: 
 
 def check_adjoint_sum(comm: Communicator, operation: Operation, case: Case) -> None:
     check_gradient(comm, operation, case)
-    if operation.linear and not operation.input_is_one:
+    if operation.linear and not operation.replicated_input:
         x, replicated = tensors(operation, case, 3)[comm.rank], case.grad == "replicated"
         error = ad.testing.check_adjoint(lambda t: operation.call(t, comm, case), x, comm, replicated=replicated)
         assert error <= 1e-12
@@ -77,7 +77,7 @@ def check_replicated(comm: Communicator, operation: Operation, case: Case) -> No
 
 
 def check_double_backward(comm: Communicator, operation: Operation, case: Case) -> None:
-    """L = sum of y**3; then the gradient of <dL/dx, v>."""
+    """Compare the gradients of L = sum(y**3) and of <dL/dx, v>."""
     conventions = ("sum",) if "replicated" in operation.cannot else ("sum", "replicated")
     for convention in conventions:
         case = case._replace(grad=convention)
@@ -86,8 +86,8 @@ def check_double_backward(comm: Communicator, operation: Operation, case: Case) 
         ys = operation.reference(xs, case)
         losses = [(y**3).sum() for y in ys]
         first = grad(losses[0] if convention == "replicated" else torch.stack(losses).sum(), xs, create_graph=True)
-        if operation.input_is_one:
-            # One input, so one gradient: it is replicated, and what is made of it is counted once.
+        if operation.replicated_input:
+            # One shared input has one replicated gradient, so its loss counts once.
             outer = inner([torch.stack(list(first)).sum(0)], vs[:1])
         else:
             outer = inner(first, vs)
@@ -110,7 +110,7 @@ def check_jvp(comm: Communicator, operation: Operation, case: Case) -> None:
     change = torch.func.jvp(f, (xs[comm.rank],), (ts[comm.rank],))[1]
     close(change, expected[comm.rank], "tangent")
     # Forward over reverse: the tangent of a gradient.
-    if not operation.input_is_one:
+    if not operation.replicated_input:
 
         def loss_gradient(*t: Tensor) -> Any:
             return torch.func.grad(
@@ -124,7 +124,7 @@ def check_jvp(comm: Communicator, operation: Operation, case: Case) -> None:
 
 
 def check_vmap(comm: Communicator, operation: Operation, case: Case) -> None:
-    """A batch in the middle of the tensor, outputs and per-sample gradients."""
+    """Compare outputs and per-sample gradients, with the batch in a middle dimension."""
     batch = 3
     xs = [tensors(operation, case, 10 + b) for b in range(batch)]
     ys = [operation.reference(x, case) for x in xs]
@@ -145,7 +145,7 @@ def check_compile(comm: Communicator, operation: Operation, case: Case) -> None:
     ys = operation.reference(xs, case)
     expected = grad(torch.stack([(y**3).sum() for y in ys]).sum(), xs)
 
-    torch._dynamo.reset()  # each operation is a recompilation of the same lines, and their number is limited
+    torch._dynamo.reset()  # each operation recompiles the same code; torch limits recompilations
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def compiled(t: Tensor) -> Tensor:
@@ -170,7 +170,7 @@ def check_any_dim(comm: Communicator, operation: Operation, case: Case) -> None:
 
 
 def check_reduce_dtype(comm: Communicator, operation: Operation, case: Case) -> None:
-    """bfloat16 in, float32 under way: as exact as one rounding of the float32 result."""
+    """bfloat16 tensors reduced in float32 are as exact as one rounding of the float32 result."""
     xs = leaves([x.to(torch.bfloat16).double() for x in tensors(operation, case, 1)])
     ys = operation.reference(xs, case)
     gs = [g.to(torch.bfloat16).double() for g in cotangents(ys, 2, False)]
@@ -180,7 +180,7 @@ def check_reduce_dtype(comm: Communicator, operation: Operation, case: Case) -> 
     assert y.dtype == torch.bfloat16
     (dx,) = grad(y, x, gs[comm.rank].to(torch.bfloat16))
     assert dx.dtype == torch.bfloat16
-    # Half a unit in the last place where only a rounding is left; premul, avg and the nonlinear ones round twice more.
+    # Half a unit in the last place for a single rounding; premul, avg and nonlinear ones round twice more.
     plain = operation.linear and operation.call is not OPERATIONS["all_reduce premul"].call
     tolerance = {"rtol": 2.0**-7 if plain else 1.6e-2, "atol": 1e-3 if plain else 4e-2}
     close(y.double(), ys[comm.rank], "output", **tolerance)
@@ -192,16 +192,16 @@ def check_complex(comm: Communicator, operation: Operation, case: Case) -> None:
 
 
 def check_non_contiguous(comm: Communicator, operation: Operation, case: Case) -> None:
-    """A transposed input; a cotangent of stride 0, and a transposed one."""
+    """A transposed input, a transposed cotangent and one of stride 0."""
     xs = leaves(tensors(operation, case, 1))
     ys = operation.reference(xs, case)
     x = xs[comm.rank].detach().permute(2, 1, 0).contiguous().permute(2, 1, 0).requires_grad_()
     assert not x.is_contiguous() or x.numel() == 0
     y = operation.call(x, comm, case)
     close(y, ys[comm.rank], "output")
-    turned = cotangents(ys, 2, False)
-    one = torch.ones(()).double()
-    for name, gs in (("transposed", turned), ("stride 0", [one.expand(out.shape) for out in ys])):
+    transposed = cotangents(ys, 2, False)
+    unit = torch.ones(()).double()
+    for name, gs in (("transposed", transposed), ("stride 0", [unit.expand(out.shape) for out in ys])):
         expected = own_gradient(operation, grad(inner(ys, gs), xs, retain_graph=True), comm.rank)
         g = gs[comm.rank]
         if name == "transposed":
@@ -211,7 +211,7 @@ def check_non_contiguous(comm: Communicator, operation: Operation, case: Case) -
 
 
 def check_zero_size(comm: Communicator, operation: Operation, case: Case) -> None:
-    """No columns: every other dimension is as usual."""
+    """Use a tensor with 0 columns and nonzero other dimensions."""
     shape = list(operation.shape(comm.rank, case))
     shape[1] = 0
     x = torch.zeros(shape, dtype=torch.float64, requires_grad=True)
@@ -250,7 +250,7 @@ def run_cell(comm: Communicator, operation: str, what: str) -> bool:
 def test_cell(ranks: RankPool, record_property: Callable[[str, object], None], operation: str, what: str) -> None:
     record_property("operation", operation)
     record_property("property", what)
-    if why := OPERATIONS[operation].cannot.get(what):
-        pytest.skip(why)
+    if reason := OPERATIONS[operation].cannot.get(what):
+        pytest.skip(reason)
     for n in PROPERTIES[what][1]:
         assert ranks.run(n, run_cell, operation, what) == [True] * n

@@ -1,4 +1,4 @@
-"""check_adjoint and check_gradients on functions that are right, and on wrong ones."""
+"""check_adjoint and check_gradients with correct and incorrect functions."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from pynccl import Communicator
 check, adjoint = ad.testing.check_gradients, ad.testing.check_adjoint
 
 
-def drawn(comm: Communicator, *shape: int) -> Tensor:
+def random_tensor(comm: Communicator, *shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(comm.rank))
 
 
 class Plain(torch.autograd.Function):
-    """The sum over ranks, and that of the gradients, by the communicator's own calls; scaled on rank 1."""
+    """All-reduce of x and of the gradient by plain communicator calls; rank 1 scales one gradient element."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Communicator, factor: float = 1.0) -> Tensor:
@@ -37,7 +37,7 @@ class Plain(torch.autograd.Function):
 
 
 class DetachedBackward(torch.autograd.Function):
-    """Squares, summed over ranks; the gradient is right, and its own derivative is forgotten."""
+    """Sum of squares over ranks with a correct gradient that is not differentiable."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
@@ -71,32 +71,32 @@ WRONG: list[tuple[tuple[str, ...], Call]] = [
 ]
 
 
-def wrong(comm: Communicator) -> None:
+def check_wrong_functions(comm: Communicator) -> None:
     for expected, call in WRONG:
         with pytest.raises((ad.testing.GradientError, ad.testing.AdjointError, ValueError)) as caught:
-            call(comm, drawn(comm, 2, 3))
+            call(comm, random_tensor(comm, 2, 3))
         text = str(caught.value)
         assert all(words in text for words in expected) and (SECOND in text) == (SECOND in expected), (expected, text)
 
 
-def test_what_is_wrong_is_found_on_every_rank_and_described(ranks: RankPool) -> None:
-    ranks.run(3, wrong)
+def test_wrong_derivatives_raise_on_every_rank_with_a_description(ranks: RankPool) -> None:
+    ranks.run(3, check_wrong_functions)
 
 
 def idle_ranks(comm: Communicator) -> None:
-    """Ranks whose output is a constant, or whose input is empty and of another type."""
-    x = drawn(comm, 3)
+    """Ranks whose output is constant, or whose input is empty and of another dtype."""
+    x = random_tensor(comm, 3)
 
-    def own_or_constant(t: Tensor) -> Tensor:
+    def double_or_constant(t: Tensor) -> Tensor:
         return t * 2 if comm.rank else torch.zeros(2, dtype=torch.float64)
 
     partition = ad.Partition(comm, [0])
-    inactive = x if partition.active else ad.zero_volume_tensor()  # float32, in which far less is asked for
-    assert adjoint(own_or_constant, x, comm) <= 1e-12
+    inactive = x if partition.active else ad.zero_volume_tensor()  # float32, with a larger tolerance
+    assert adjoint(double_or_constant, x, comm) <= 1e-12
     assert adjoint(ad.AllSumReduce(partition, 0), inactive, comm) <= 1e-12
-    assert check(own_or_constant, x, comm, samples=1) <= 1
+    assert check(double_or_constant, x, comm, samples=1) <= 1
     partition.destroy()
 
 
-def test_ranks_without_a_part_in_the_function_do_not_stop_the_others(ranks: RankPool) -> None:
+def test_ranks_that_do_not_take_part_do_not_block_the_others(ranks: RankPool) -> None:
     ranks.run(2, idle_ranks)

@@ -1,4 +1,4 @@
-"""torch_internals.py: its names exist in this torch."""
+"""The names in torch_internals.py exist in the installed torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pkgutil
 from pynccl_autograd import torch_internals
 
 
-def test_the_names_exist() -> None:
+def test_internal_names_of_torch_exist() -> None:
     assert torch_internals.NAMES
     for name in torch_internals.NAMES:
         assert pkgutil.resolve_name(name) is not None, name

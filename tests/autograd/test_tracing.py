@@ -1,4 +1,4 @@
-"""linearize, make_fx and torch.export: they find the collectives, or are told what does."""
+"""Collectives under torch.func.linearize, make_fx and torch.export."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def collectives_of(graph: torch.fx.GraphModule) -> list[str]:
     ]
 
 
-def traced(comm: Communicator, name: str) -> list[str]:
-    """The collectives that a trace of the operation and of its gradient has."""
+def compare_traces(comm: Communicator, name: str) -> list[str]:
+    """Compare traces with the program; return the collectives in the trace of the gradient."""
     operation, case = OPERATIONS[name], Case(comm.size)
     x, other = (tensors(operation, case, seed)[comm.rank] for seed in (1, 2))
 
@@ -36,13 +36,13 @@ def traced(comm: Communicator, name: str) -> list[str]:
         return dx
 
     expected = f(other)
-    same: list[tuple[str, Any]] = [
+    programs: list[tuple[str, Any]] = [
         ("make_fx, fake", lambda: make_fx(f, tracing_mode="fake")(x)(other)),
         ("make_fx, symbolic", lambda: make_fx(f, tracing_mode="symbolic")(x)(other)),
         ("export", lambda: torch.export.export(_Module(f), (x,)).module()(other)),
     ]
-    for what, way in same:
-        assert torch.equal(way(), expected), what
+    for what, run in programs:
+        assert torch.equal(run(), expected), what
     y, tangent = func.linearize(f, x)
     assert torch.equal(y, f(x))
     torch.testing.assert_close(tangent(other), func.jvp(f, (x,), (other,))[1])
@@ -70,5 +70,5 @@ TRACED = {
 
 
 @pytest.mark.parametrize("name", TRACED)
-def test_traces_hold_the_collectives_and_give_what_the_program_gives(ranks: RankPool, name: str) -> None:
-    assert ranks.run(2, traced, name) == [TRACED[name]] * 2
+def test_traces_contain_the_collectives_and_equal_the_program(ranks: RankPool, name: str) -> None:
+    assert ranks.run(2, compare_traces, name) == [TRACED[name]] * 2

@@ -1,6 +1,6 @@
-"""torch.compile, opcheck, checkpointing, autocast: the collectives under what transforms a program.
+"""Collectives under torch.compile, compiled autograd, autocast and torch.func.
 
-Each operation under vmap, jvp and torch.compile is a cell of test_semantics.py; here is what concerns many at once.
+test_semantics.py covers each operation under vmap, jvp and torch.compile; this file covers combinations.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ def leaves(comm: Communicator, rows: int) -> list[Tensor]:
 
 
 def compiled_network(comm: Communicator) -> None:
-    """Forward and backward, another shape (dynamic), another communicator: as eager; no graph break."""
+    """Compare compiled and eager, without graph breaks: another (dynamic) shape, another communicator."""
     torch._dynamo.reset()
     compiled = torch.compile(network, fullgraph=True, backend="aot_eager")
     other = comm.split(0, key=-comm.rank)
     assert other is not None
-    for rows, at in ((2, comm), (3, comm), (3, other)):
-        given, again = leaves(comm, rows), leaves(comm, rows)
-        eager, traced = network(*given, at), compiled(*again, at)
+    for rows, on_comm in ((2, comm), (3, comm), (3, other)):
+        eager_inputs, copies = leaves(comm, rows), leaves(comm, rows)
+        eager, traced = network(*eager_inputs, on_comm), compiled(*copies, on_comm)
         torch.testing.assert_close(traced, eager, rtol=1e-12, atol=1e-12)
-        found, wanted = torch.autograd.grad(traced, again), torch.autograd.grad(eager, given)
-        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+        found, expected = torch.autograd.grad(traced, copies), torch.autograd.grad(eager, eager_inputs)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     other.destroy()
 
 
@@ -52,21 +52,21 @@ def test_a_network_compiles_to_one_graph_with_equal_gradients(ranks: RankPool) -
 
 
 def compiled_backward(comm: Communicator) -> None:
-    """Of two communicators, so that a graph of one is not used for the other."""
+    """Use two communicators: the graph of one must not be used for the other."""
     other = comm.split(0, key=-comm.rank)
     assert other is not None
 
-    def f(x: Tensor, at: Communicator) -> Tensor:
-        y = ad.reduce_scatter(ad.all_gather(x * 2, at, grad="sum").sin(), at)
+    def f(x: Tensor, c: Communicator) -> Tensor:
+        y = ad.reduce_scatter(ad.all_gather(x * 2, c, grad="sum").sin(), c)
         return (
-            y * ad.start(ad.all_reduce, x * x, at, grad="sum").wait() * ad.all_reduce(x, at, "prod", grad="sum")
+            y * ad.start(ad.all_reduce, x * x, c, grad="sum").wait() * ad.all_reduce(x, c, "prod", grad="sum")
         ).sum()
 
     torch._dynamo.reset()
-    for at in (comm, other):
+    for c in (comm, other):
         x = leaves(comm, 2)[0]
-        (eager,) = torch.autograd.grad(f(x, at), x)
-        loss = f(x, at)
+        (eager,) = torch.autograd.grad(f(x, c), x)
+        loss = f(x, c)
         with compiled_autograd._enable(torch.compile(backend="eager")):
             loss.backward()
         torch.testing.assert_close(x.grad, eager, rtol=1e-12, atol=1e-12)
@@ -78,7 +78,7 @@ def test_compiled_autograd_gives_the_same_gradients(ranks: RankPool) -> None:
 
 
 def under_autocast(comm: Communicator) -> None:
-    """A collective keeps the type of its input; a layer follows autocast, and gradients come in the leaf's type."""
+    """A collective keeps its input's dtype, a layer follows autocast, and gradients have the leaf's dtype."""
     x = torch.full((2, 4), comm.rank + 0.5, requires_grad=True)
     layer = ad.ColumnParallelLinear(4, 2 * comm.size, comm, sequence_parallel=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -88,8 +88,8 @@ def under_autocast(comm: Communicator) -> None:
     assert x.grad.dtype == torch.float32 and layer.weight.grad.dtype == torch.float32
 
 
-def refusals(comm: Communicator) -> None:
-    """An operator has vmap, and refuses forward mode instead of dropping a tangent; so it does compiled."""
+def check_unsupported(comm: Communicator) -> None:
+    """Operators support vmap; forward mode raises instead of dropping the tangent, also when compiled."""
     under_autocast(comm)
     x, func, key = torch.ones(3), torch.func, ad.key_of(comm)
 
@@ -107,11 +107,11 @@ def refusals(comm: Communicator) -> None:
             lambda: compiled(lambda t: func.grad(lambda u: total(u * t).sum())(t)),
             r"call torch\.func outside of torch\.compile",
         ),
-        (lambda: compiled(lambda t: ad.all_to_all(t, comm, send_splits=[1, 2])), "both are needed where nothing can"),
-        (lambda: torch.ops.pynccl.copy(x, "gone", None), "names no communicator"),
+        (lambda: compiled(lambda t: ad.all_to_all(t, comm, send_splits=[1, 2])), "both are needed under torch.compile"),
+        (lambda: torch.ops.pynccl.copy(x, "gone", None), "does not name an alive communicator"),
     ]
     for call, text in cases:
-        with pytest.raises(Exception, match=text):  # torch.compile wraps what is raised while it traces
+        with pytest.raises(Exception, match=text):  # torch.compile wraps errors that occur while tracing
             call()
     comm.barrier()  # nothing was launched
     rows = torch.randn(2 * comm.size, 3, 2)
@@ -120,4 +120,4 @@ def refusals(comm: Communicator) -> None:
 
 
 def test_autocast_and_operators_under_forward_mode_and_vmap(ranks: RankPool) -> None:
-    ranks.run(2, refusals)
+    ranks.run(2, check_unsupported)

@@ -1,4 +1,4 @@
-"""Types of tensors: every one can be copied; those that NCCL cannot reduce are named before anything is launched."""
+"""Dtypes: every dtype can be copied; dtypes that NCCL cannot reduce raise before any launch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from semantics import OPERATIONS, Case, tensors
 import pynccl_autograd as ad
 from pynccl import Communicator
 
-# Not float4, of which torch makes no zeros: what is copied needs none, but some ranks' results are.
+# Without float4: torch cannot create zeros of it, and some ranks' results are zeros.
 COPIED = (
     *(torch.bool, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64, torch.uint64),
     *(torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2),
@@ -22,7 +22,7 @@ COPIED = (
 COPYING = ("copy", "all_gather", "split", "broadcast", "scatter", "gather", "all_to_all", "halo_exchange")
 
 
-def copies(comm: Communicator) -> None:
+def check_copies(comm: Communicator) -> None:
     warnings.simplefilter("ignore")  # complex32 is experimental
     for name in COPYING:
         operation = OPERATIONS[name]
@@ -32,20 +32,20 @@ def copies(comm: Communicator) -> None:
                 dim=i % 2 if "any dim" not in operation.cannot else 0,
                 uneven=i % 4 > 1 and "uneven" not in operation.cannot,
             )
-            # Numbers of arbitrary bits (0 and 1 for bool), of which the reference copies what torch calls integers.
+            # Arbitrary bits (0 and 1 for bool), which the reference copies as integers of the same size.
             high = 2 if dtype is torch.bool else 256
             bits = [
                 (x * 1000).to(torch.int64).remainder(high).to(torch.uint8).repeat_interleave(dtype.itemsize, -1)
                 for x in tensors(operation, case, 1)
             ]
-            like = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+            integer_dtype = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
             y = operation.call(bits[comm.rank].view(dtype), comm, case)
-            expected = operation.reference([x.view(like) for x in bits], case)[comm.rank]
-            assert y.dtype is dtype and torch.equal(y.view(like), expected), (name, dtype, case)
+            expected = operation.reference([x.view(integer_dtype) for x in bits], case)[comm.rank]
+            assert y.dtype is dtype and torch.equal(y.view(integer_dtype), expected), (name, dtype, case)
 
 
-def test_what_only_copies_takes_any_type_bit_by_bit(ranks: RankPool) -> None:
-    ranks.run(2, copies)
+def test_copying_collectives_preserve_the_bits_of_any_dtype(ranks: RankPool) -> None:
+    ranks.run(2, check_copies)
 
 
 REDUCTIONS: dict[str, Any] = {
@@ -56,12 +56,12 @@ REDUCTIONS: dict[str, Any] = {
 }
 
 
-def bools(comm: Communicator) -> None:
-    """Sums of bool are refused; max and min are a logical or and and."""
+def check_bools(comm: Communicator) -> None:
+    """Sums of bool raise; max is the logical or, min the logical and."""
     x = torch.tensor([True, comm.rank == 0, False, False])
     for reduction in REDUCTIONS.values():
         for op in ("sum", "avg"):
-            with pytest.raises(TypeError, match=f"bool has no '{op}'; pass a number per element"):
+            with pytest.raises(TypeError, match=f"bool has no '{op}'; pass x.to"):
                 reduction(x, comm, op)
     for options in ({"op": "prod"}, {"op": ad.PreMul(True)}, {"reduce_dtype": torch.int32}):
         with pytest.raises(TypeError, match="bool has no"):
@@ -74,12 +74,12 @@ def bools(comm: Communicator) -> None:
     comm.barrier()  # nothing was launched
 
 
-def reductions(comm: Communicator) -> None:
+def check_reductions(comm: Communicator) -> None:
     n = comm.size
     for dtype in (torch.int16, torch.uint16, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz):
         x = torch.full((2 * n, 2), comm.rank + 1.0).to(dtype)
         wide = torch.float32 if dtype.is_floating_point else torch.int32
-        text = f"NCCL has no reduction of {dtype}, the type of x; pass reduce_dtype={wide}"
+        text = f"NCCL cannot reduce {dtype}, the dtype of x; pass reduce_dtype={wide}"
         for name, reduction in REDUCTIONS.items():
             with pytest.raises(TypeError, match=text):
                 reduction(x, comm, "sum")
@@ -90,13 +90,13 @@ def reductions(comm: Communicator) -> None:
     assert means.tolist() == [-2, 3]  # -5 / 2 and 7 / 2, towards zero
 
 
-def test_a_type_without_a_reduction_is_named_with_the_type_to_reduce_in(ranks: RankPool) -> None:
-    ranks.run(2, bools)
-    ranks.run(2, reductions)
+def test_dtypes_without_a_reduction_raise_and_suggest_reduce_dtype(ranks: RankPool) -> None:
+    ranks.run(2, check_bools)
+    ranks.run(2, check_reductions)
 
 
-def only_shapes(comm: Communicator) -> None:
-    """On rank 0 alone: any communication would wait for the others."""
+def check_meta_and_fake(comm: Communicator) -> None:
+    """Run on rank 0 only, where any communication would hang."""
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
     for operation in OPERATIONS.values() if comm.rank == 0 else ():
@@ -110,9 +110,9 @@ def only_shapes(comm: Communicator) -> None:
         fake = operation.call(FakeTensorMode().from_tensor(xs[0]), comm, case)  # outside the mode
         assert type(fake) is FakeTensor and fake.shape == shape
     if comm.rank == 0:
-        with FakeTensorMode(), pytest.raises(ValueError, match="both are needed where nothing can be asked of the"):
+        with FakeTensorMode(), pytest.raises(ValueError, match="both are needed under torch"):
             ad.all_to_all(torch.ones(4), comm, send_splits=[1, 3])
 
 
-def test_tensors_without_values_give_shapes_and_communicate_nothing(ranks: RankPool) -> None:
-    ranks.run(2, only_shapes)
+def test_meta_and_fake_tensors_give_shapes_without_communication(ranks: RankPool) -> None:
+    ranks.run(2, check_meta_and_fake)

@@ -1,4 +1,4 @@
-"""Autograd hears of what is received: a tensor that it saved may not be overwritten, nor one that requires grad."""
+"""Receiving bumps the version counter of a tensor; tensors that require grad raise."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ RECEIVES: dict[str, tuple[int, Callable[[Communicator, torch.Tensor], Any]]] = {
 
 
 @pytest.mark.parametrize("name", RECEIVES)
-def test_every_operation_counts_a_change_of_what_it_fills_and_refuses_what_requires_grad(name: str) -> None:
+def test_every_operation_bumps_the_version_of_its_output_and_rejects_tensors_that_require_grad(name: str) -> None:
     size, call = RECEIVES[name]
-    # By turns a library with and without operations of its own for gather and scatter
+    # Alternate between libraries with and without native gather and scatter
     stub = Stub((2, 21, 5) if len(name) % 2 else (2, 32, 3))
     comm = stub.comm(cpu=True)
     recv = zeros(size)
@@ -61,12 +61,12 @@ def test_every_operation_counts_a_change_of_what_it_fills_and_refuses_what_requi
         stub.clear()
 
 
-def test_plans_count_once_a_launch() -> None:
+def test_plans_bump_the_version_once_per_launch() -> None:
     comm = Stub().comm(cpu=True)
     x, y = zeros(2), zeros(2)
-    one = comm.plan.all_reduce(x, x)
-    step = comm.plan.group([one, comm.plan.all_reduce(x, y), one, comm.plan.send(x, 0)])
-    one()
+    plan = comm.plan.all_reduce(x, x)
+    step = comm.plan.group([plan, comm.plan.all_reduce(x, y), plan, comm.plan.send(x, 0)])
+    plan()
     step()
     with pynccl.group():
         step()

@@ -1,4 +1,4 @@
-"""The vocabulary cut over ranks: the embedding and the loss against nn.Embedding and F.cross_entropy."""
+"""Vocabulary-sharded embedding and loss compared with nn.Embedding and F.cross_entropy."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from pynccl import Communicator
 SEQUENCE, BATCH, WIDTH = 12, 2, 5
 
 
-def close(found: Tensor | None, expected: Tensor | None) -> None:
+def assert_close(found: Tensor | None, expected: Tensor | None) -> None:
     assert found is not None and expected is not None
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-13)
 
 
-EMBEDDINGS = [  # words, one of padding, whether the output is cut along the sequence, in which dimension
+EMBEDDINGS = [  # words, padding_idx, sequence_parallel, seq_dim
     (12, 1, False, 0),
     (13, -2, False, 0),
     (2, None, False, 0),
@@ -33,25 +33,25 @@ EMBEDDINGS = [  # words, one of padding, whether the output is cut along the seq
 ]
 
 
-def embeds(comm: Communicator) -> None:
+def compare_embeddings(comm: Communicator) -> None:
     for words, padding, sequence_parallel, seq_dim in EMBEDDINGS:
         torch.manual_seed(words)
-        whole = nn.Embedding(words, WIDTH, padding_idx=padding, dtype=torch.float64)
+        full = nn.Embedding(words, WIDTH, padding_idx=padding, dtype=torch.float64)
         shape = (SEQUENCE, BATCH) if seq_dim == 0 else (BATCH, SEQUENCE)
         ids = torch.randint(words, shape)
         g = torch.randn(*shape, WIDTH, dtype=torch.float64)
-        y, y_own_g = whole(ids), g
+        y, y_own_g = full(ids), g
         y.backward(g)
         if sequence_parallel:
             y, y_own_g = (t.chunk(comm.size, seq_dim)[comm.rank] for t in (y.detach(), g))
-        layer = ad.VocabParallelEmbedding.from_embedding(whole, comm, sequence_parallel, seq_dim=seq_dim)
+        layer = ad.VocabParallelEmbedding.from_embedding(full, comm, sequence_parallel, seq_dim=seq_dim)
         assert len(layer.weight) == layer.splits[comm.rank] and sum(layer.splits) == words
         y_own = layer(ids)
         y_own.backward(y_own_g)
-        close(y_own, y)
-        assert whole.weight.grad is not None
-        close(layer.weight.grad, whole.weight.grad.split(layer.splits)[comm.rank])
-        close(layer.full_state()["weight"], whole.weight.detach())
+        assert_close(y_own, y)
+        assert full.weight.grad is not None
+        assert_close(layer.weight.grad, full.weight.grad.split(layer.splits)[comm.rank])
+        assert_close(layer.full_state()["weight"], full.weight.detach())
 
 
 LOSSES: list[dict[str, Any]] = [
@@ -76,7 +76,7 @@ def reference(logits: Tensor, target: Tensor, z_loss: float = 0.0, ignore_index:
     return loss + (extra.sum() / counted.sum() if reduction == "mean" else extra.sum())
 
 
-def loses(comm: Communicator) -> None:
+def compare_losses(comm: Communicator) -> None:
     for options, (words, scale) in itertools.product(LOSSES, ((13, 1.0), (7, 1e3), (2, 1.0))):
         torch.manual_seed(words)
         logits = (scale * torch.randn(SEQUENCE, BATCH, words, dtype=torch.float64)).requires_grad_()
@@ -89,19 +89,19 @@ def loses(comm: Communicator) -> None:
         own = logits.detach().split(splits, -1)[comm.rank].clone().requires_grad_()
         loss = ad.vocab_parallel_cross_entropy(own, target, comm, splits=splits, **options)
         loss.backward(g)
-        close(loss, expected)
+        assert_close(loss, expected)
         assert logits.grad is not None
-        close(own.grad, logits.grad.split(splits, -1)[comm.rank])
+        assert_close(own.grad, logits.grad.split(splits, -1)[comm.rank])
 
 
 @each_size
-@pytest.mark.parametrize("equal", [embeds, loses])
-def test_embedding_and_loss_equal_those_of_the_whole(ranks: RankPool, n: int, equal: Callable[..., None]) -> None:
-    ranks.run(n, equal)
+@pytest.mark.parametrize("compare", [compare_embeddings, compare_losses])
+def test_embedding_and_loss_equal_the_unsharded_ones(ranks: RankPool, n: int, compare: Callable[..., None]) -> None:
+    ranks.run(n, compare)
 
 
-def half(comm: Communicator) -> None:
-    """Is summed in single precision."""
+def compare_half_precision(comm: Communicator) -> None:
+    """bfloat16 logits are summed in float32."""
     logits = torch.randn(8, 18, generator=torch.Generator().manual_seed(2)).bfloat16()
     target = torch.arange(8) * 2
     loss = ad.vocab_parallel_cross_entropy(logits.chunk(comm.size, -1)[comm.rank], target.int(), comm)
@@ -109,7 +109,7 @@ def half(comm: Communicator) -> None:
     torch.testing.assert_close(loss, F.cross_entropy(logits.float(), target))
 
 
-def refused(comm: Communicator) -> None:
+def check_bad_input(comm: Communicator) -> None:
     logits, target = torch.randn(3, 4), torch.tensor([0, 1, 2])
     loss, embedding = partial(ad.vocab_parallel_cross_entropy, comm=comm), partial(ad.VocabParallelEmbedding, comm=comm)
     layer: Any = embedding(8, 2)
@@ -133,6 +133,6 @@ def refused(comm: Communicator) -> None:
             call()
 
 
-@pytest.mark.parametrize("function", [half, refused])
+@pytest.mark.parametrize("function", [compare_half_precision, check_bad_input])
 def test_half_precision_and_bad_input(ranks: RankPool, function: Callable[..., None]) -> None:
     ranks.run(2, function)

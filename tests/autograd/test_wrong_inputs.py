@@ -1,4 +1,4 @@
-"""Nonsense for every parameter of every function: an error that names the argument and what to pass, on all ranks."""
+"""Bad values for every parameter of every function raise an error that names the argument and what to pass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pynccl
 import pynccl_autograd as ad
 from pynccl import Communicator
 
-# What each function is called with where nothing is wrong; x is [4, 4] on 2 ranks.
+# Valid arguments of each function; x is [4, 4] on 2 ranks.
 GOOD: dict[str, dict[str, Any]] = {
     "all_reduce": {"op": "sum", "grad": "sum", "reduce_dtype": None},
     "copy": {"reduce_dtype": None},
@@ -30,24 +30,24 @@ GOOD: dict[str, dict[str, Any]] = {
     "send_recv": {"target": None, "source": None},
     "halo_exchange": {"dim": 0, "halo": (1, 1)},
 }
-NO_INTEGERS: list[Any] = ["0", 1.5, True, torch.ones(2), object()]
-NO_SIZES: list[Any] = [2, "22", [1.5, 2.5], [None, None], torch.ones(2), [True, True], [[1], [3]], [4], [-1, 5]]
-NONSENSE: dict[str, list[Any]] = {
+BAD_INTEGERS: list[Any] = ["0", 1.5, True, torch.ones(2), object()]
+BAD_SIZES: list[Any] = [2, "22", [1.5, 2.5], [None, None], torch.ones(2), [True, True], [[1], [3]], [4], [-1, 5]]
+BAD_VALUES: dict[str, list[Any]] = {
     "op": ["mean", None, 3, torch.ones(2), ["sum"], pynccl.RedOp, object()],
     "grad": ["mean", None, 1, torch.ones(2), ["sum"]],
     "reduce_dtype": ["float32", float, 32, np.float32, torch.float8_e4m3fnuz, torch.int32, torch.complex64],
-    "dim": [*NO_INTEGERS, None, 2, -3],
-    "root": [*NO_INTEGERS, None, 2, -1],
-    "splits": NO_SIZES,
+    "dim": [*BAD_INTEGERS, None, 2, -3],
+    "root": [*BAD_INTEGERS, None, 2, -1],
+    "splits": BAD_SIZES,
     "edges": [None, 3, "01", {0: 1}, [(0, 1, 2)], [3], [(0, 2)], [(0.5, 1)], [None]],
     "halo": [None, "1", 1.5, (1,), (1, 2, 3), (1, "1"), True, -1, 3, {}],
 }
-NONSENSE |= {"split_dim": NONSENSE["dim"], "concat_dim": NONSENSE["dim"], "send_splits": NO_SIZES}
-NONSENSE |= {"recv_splits": NO_SIZES, "target": [*NO_INTEGERS, 2, -1], "source": [*NO_INTEGERS, 2, -1]}
+BAD_VALUES |= {"split_dim": BAD_VALUES["dim"], "concat_dim": BAD_VALUES["dim"], "send_splits": BAD_SIZES}
+BAD_VALUES |= {"recv_splits": BAD_SIZES, "target": [*BAD_INTEGERS, 2, -1], "source": [*BAD_INTEGERS, 2, -1]}
 
 
 def bad_tensors() -> list[tuple[Any, str]]:
-    """What is no plain tensor, and what the message proposes."""
+    """Return values that are not plain tensors, with the remedy in the message."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
     from torch.testing._internal.two_tensor import TwoTensor
 
@@ -62,12 +62,12 @@ def bad_tensors() -> list[tuple[Any, str]]:
         (torch.nested.nested_tensor([x, x], layout=torch.jagged), "pass x.values()"),
         (torch.quantize_per_tensor(x, 0.1, 0, torch.qint8), "x.int_repr()"),
         (AsyncCollectiveTensor(x), "pass x.wait()"),
-        (TwoTensor(x, x), "TwoTensor, which is no plain tensor"),
+        (TwoTensor(x, x), "TwoTensor, expected a plain tensor"),
     ]
 
 
 def expect(call: Any, words: tuple[str, ...], what: str) -> None:
-    """That the call raises, before anything is launched, a message that has all the words."""
+    """Check that the call raises with a message that has all the words and a remedy."""
     with pytest.raises((TypeError, ValueError)) as caught:
         call()
         raise AssertionError(f"{what}: no error")
@@ -77,42 +77,42 @@ def expect(call: Any, words: tuple[str, ...], what: str) -> None:
     assert any(remedy in text for remedy in remedies), f"{what}: {text}"
 
 
-def nonsense(comm: Communicator) -> None:
-    x, bad_ones = torch.ones(4, 4), bad_tensors()
+def check_bad_values(comm: Communicator) -> None:
+    x, not_tensors = torch.ones(4, 4), bad_tensors()
     for name, options in GOOD.items():
         function = getattr(ad, name)
-        for parameter, given in options.items():
-            for value in NONSENSE[parameter]:
+        for parameter, good_value in options.items():
+            for value in BAD_VALUES[parameter]:
                 changed = {**options, parameter: value}
                 word = "edge" if parameter == "edges" else parameter
                 expect(lambda: function(x, comm, **changed), (name, word), f"{name}({parameter}={value!r})")  # noqa: B023
-            assert given is None or function(x, comm, **options) is not None
-        for bad, remedy in bad_ones:
+            assert good_value is None or function(x, comm, **options) is not None
+        for bad, remedy in not_tensors:
             expect(lambda: function(bad, comm, **options), (name, "x is a ", remedy), f"{name}, {remedy}")  # noqa: B023
         for bad, remedy in ((None, "pynccl.init()"), ("world", "expected a pynccl.Communicator")):
             expect(lambda: function(x, bad, **options), (name, "comm is", remedy), f"{name} on {bad}")  # noqa: B023
         words = (f"{name}: x and comm are swapped: x is <", "; pass x before comm")
         expect(lambda: function(comm, x, **options), words, f"{name}, swapped")  # noqa: B023
         if "grad" in options:
-            given = {key: value for key, value in options.items() if key != "grad"}
-            text = (f"{name}: grad= is missing", "'sum' (each rank goes on with work of its own", "'replicated'")
-            expect(lambda: function(x, comm, **given), text, f"{name} without grad")  # noqa: B023
+            good_value = {key: value for key, value in options.items() if key != "grad"}
+            text = (f"{name}: grad= is missing", "'replicated' (every rank does the same", "'sum' (ranks do different")
+            expect(lambda: function(x, comm, **good_value), text, f"{name} without grad")  # noqa: B023
             module = getattr(ad.nn, name.title().replace("_", ""))
-            expect(lambda: module(comm, **given), ("grad= is missing",), f"nn, {name} without grad")  # noqa: B023
-    for gone in (comm.split(0), comm.split(comm.rank)):
-        assert gone is not None
-        gone.destroy()
+            expect(lambda: module(comm, **good_value), ("grad= is missing",), f"nn, {name} without grad")  # noqa: B023
+    for destroyed in (comm.split(0), comm.split(comm.rank)):
+        assert destroyed is not None
+        destroyed.destroy()
         for name, options in GOOD.items():
             with pytest.raises(pynccl.NcclInvalidUsage, match="was destroyed; make a new one"):
-                getattr(ad, name)(x, gone, **(options if name != "permute" else {"edges": [(0, 0)]}))
+                getattr(ad, name)(x, destroyed, **(options if name != "permute" else {"edges": [(0, 0)]}))
     comm.barrier()
 
 
-def test_nonsense_for_any_parameter_is_named_with_a_remedy(ranks: RankPool) -> None:
-    ranks.run(2, nonsense)
+def test_bad_values_for_any_parameter_raise_with_a_remedy(ranks: RankPool) -> None:
+    ranks.run(2, check_bad_values)
 
 
-def misplaced(comm: Communicator) -> None:
+def check_swapped_arguments(comm: Communicator) -> None:
     any_of: Any = ad
     x, check = torch.ones(4, 4), ad.testing.check_adjoint
     line = ad.CartesianPartition(comm, (comm.size,))
@@ -129,7 +129,7 @@ def misplaced(comm: Communicator) -> None:
         (lambda: any_of.Partition(comm, ["0"]), "Partition: ranks is ['0'], expected a sequence of integers"),
         (lambda: any_of.AllSumReduce("x", 0), "AllSumReduce: partition is 'x', expected a Partition"),
         (lambda: any_of.AllSumReduce(line, 0)("x"), "AllSumReduce: x is a str, expected a torch.Tensor"),
-        (lambda: any_of.Repartition(line, line)(freed), "its storage was freed; expected dense"),
+        (lambda: any_of.Repartition(line, line)(freed), "or its storage was freed); expected dense"),
         (lambda: any_of.anchor(3.0, x), "anchor: loss is a float, expected a torch.Tensor"),
         (lambda: any_of.copy(freed, comm), "copy: x is a tensor (4, 4) whose storage was freed"),
         (lambda: row(x[:, :3]), "matmul_all_reduce: x has shape (4, 3), expected [.., 2]"),
@@ -137,14 +137,14 @@ def misplaced(comm: Communicator) -> None:
         (lambda: any_of.ColumnParallelLinear(4, 4, comm, dtype="f4"), "dtype is 'f4', expected a floating-point"),
         (lambda: any_of.ColumnParallelLinear(4, -2, comm), "out_features is -2"),
         (lambda: check(torch.clone, x.int(), comm), "check_adjoint: x is torch.int32"),
-        (lambda: any_of.start(object(), x, comm), "is no collective of pynccl_autograd; pass"),
+        (lambda: any_of.start(object(), x, comm), "is not a collective of pynccl_autograd; pass"),
         (lambda: any_of.all_reduce(x, comm, ad.PreMul([2.0]), grad="sum"), "the scale of PreMul"),
     ]
     for call, words in cases:
         expect(call, (words,), words)
-    one = np.int64(1)  # integers and sizes of other libraries are taken
+    root = np.int64(1)  # integers and sizes of other libraries are accepted
     same = [
-        (any_of.broadcast(x * comm.rank, comm, one, grad="sum"), x),
+        (any_of.broadcast(x * comm.rank, comm, root, grad="sum"), x),
         (ad.split(x, comm, splits=torch.tensor([1, 3])), ad.split(x, comm, splits=[1, 3])),
         (any_of.permute(x, comm, torch.tensor([[0, 1], [1, 0]])), x),
         (any_of.all_reduce(x, comm, pynccl.RedOp.MAX, grad="sum"), x),
@@ -154,5 +154,5 @@ def misplaced(comm: Communicator) -> None:
     comm.barrier()
 
 
-def test_swapped_arguments_and_nonsense_for_layers_partitions_and_modules_are_named(ranks: RankPool) -> None:
-    ranks.run(2, misplaced)
+def test_swapped_arguments_and_bad_values_for_layers_partitions_and_modules_raise(ranks: RankPool) -> None:
+    ranks.run(2, check_swapped_arguments)

@@ -1,4 +1,4 @@
-"""What tests of the binding share."""
+"""Fixtures of the binding tests."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from ranks import RankPool
 
 @pytest.fixture(autouse=True, scope="module")
 def small_heap() -> Iterator[None]:
-    """The garbage collector leaves out what torch has made by the time a file begins: that takes it long."""
+    """Exclude the objects that exist when a file starts (mostly torch's) from garbage collection, which is slow."""
     gc.freeze()
     yield
     gc.unfreeze()
 
 
 @pytest.fixture(scope="module")
-def bare() -> Iterator[RankPool]:
-    """Processes that have not met."""
+def processes() -> Iterator[RankPool]:
+    """Rank processes without communicators."""
     pool = RankPool(communicators=False)
     yield pool
     pool.close()

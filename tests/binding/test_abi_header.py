@@ -1,6 +1,6 @@
-"""abi.py says what the headers say that came with the installed libnccl, by the word of the C compiler.
+"""abi.py matches the headers of the installed libnccl, as evaluated by the C compiler.
 
-What it says of older releases test_abi_versions.py holds against their dump. No driver and no CUDA toolkit is needed.
+test_abi_versions.py compares older releases with a dump. Neither a driver nor the CUDA toolkit is needed.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from pynccl.bindings import abi
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from dump_nccl_abi import Header, exported
 
-# C types, less `const`, -> what ctypes must pass. Enums are passed as int; handles, and the structs that only NVIDIA's
-# own headers look into, as void pointers.
+# C types without `const` -> ctypes types. Enums are passed as int; handles, and structs whose fields only NVIDIA's
+# headers use, as void pointers.
 WIDTHS = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
 ENUMS = ("DataType_t", "RedOp_t", "Result_t", "ScalarResidence_t", "CommMemStat_t", "CftTeamMode_t")
 HANDLES = ("ncclComm_t", "ncclWindow_t", "ncclParamHandle_t", "cudaStream_t")
@@ -49,7 +49,7 @@ CTYPES: dict[str, Any] = {
 
 
 def ctype(text: str) -> Any:
-    """What ctypes has for `text`, as "const int *"; its own spelling where there is none, which equals no ctype."""
+    """Return the ctypes type for a C type such as "const int *"; the text itself, which never matches, if unknown."""
     text = " ".join(re.sub(r"\b(const|struct)\b", "", text).replace("*", " * ").split()).replace("* *", "**")
     if text in CTYPES:
         return CTYPES[text]
@@ -58,28 +58,30 @@ def ctype(text: str) -> Any:
 
 
 def row_of(prototype: str) -> tuple[Any, ...]:
-    """(result, *arguments) of "ncclResult_t (int *, size_t)"."""
+    """Return (result, *arguments) of a prototype such as "ncclResult_t (int *, size_t)"."""
     result, _, arguments = prototype.rstrip(")").partition("(")
-    given = [one for one in arguments.split(",") if one.strip() not in ("", "void")]
-    return None if result.strip() == "void" else ctype(result), *map(ctype, given)
+    types = [text for text in arguments.split(",") if text.strip() not in ("", "void")]
+    return None if result.strip() == "void" else ctype(result), *map(ctype, types)
 
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """(its headers, a folder for what is compiled)."""
+    """Return (header folder of the installed library, a folder for compiled files)."""
     missing = [tool for tool in ("gcc", "nm", "readelf") if shutil.which(tool) is None]
     if missing:
-        pytest.skip(f"no {', '.join(missing)} on this machine; Debian's package build-essential has all of them")
+        pytest.skip(f"{', '.join(missing)} not installed; Debian's package build-essential has all of them")
     include, folder = Path(real_path()).parent.parent / "include", tmp_path_factory.mktemp("header")
     if not (include / "nccl.h").exists():
-        pytest.skip(f"{real_path()} came without its nccl.h")
-    [code] = Header(include, folder)._ask(["NCCL_VERSION_CODE"])
+        pytest.skip(f"{real_path()} has no nccl.h")
+    [code] = Header(include, folder)._evaluate(["NCCL_VERSION_CODE"])
     if abi.version_tuple(code)[:2] != abi.HEADER_VERSION[:2]:
-        pytest.skip(f"abi.py is of NCCL {abi.HEADER_VERSION}, this is {code}; test_abi_versions.py holds for all")
+        pytest.skip(
+            f"abi.py is for NCCL {abi.HEADER_VERSION}, this is {code}; test_abi_versions.py checks all releases"
+        )
     return include, folder
 
 
-def test_every_function_that_a_c_program_could_call_has_a_row_of_its_type(installed: tuple[Path, Path]) -> None:
+def test_function_table_matches_header_prototypes(installed: tuple[Path, Path]) -> None:
     rows = {**abi.FUNCTIONS, **abi.DEVICE_FUNCTIONS}
     prototypes = {**Header(*installed, "nccl_device/host.h").prototypes(), **Header(*installed).prototypes()}
     assert rows.keys() == prototypes.keys() & exported(Path(real_path())).keys()
@@ -88,12 +90,12 @@ def test_every_function_that_a_c_program_could_call_has_a_row_of_its_type(instal
 
 
 def enumerators(enum: type[IntEnum], prefix: str = "nccl") -> dict[str, int]:
-    """ncclUnhandledCudaError for Result.UNHANDLED_CUDA_ERROR."""
+    """Return C names and values, such as ncclUnhandledCudaError for Result.UNHANDLED_CUDA_ERROR."""
     words = {member: "".join(word.capitalize() for word in member.name.split("_")) for member in enum}
     return {prefix + word.replace("8E", "8e"): int(member) for member, word in words.items()}
 
 
-def test_constants_and_structs_of_devices_are_those_of_the_header(installed: tuple[Path, Path]) -> None:
+def test_constants_and_device_structs_match_header(installed: tuple[Path, Path]) -> None:
     ours = {
         **enumerators(abi.Result),
         **enumerators(abi.DataType),
@@ -111,10 +113,10 @@ def test_constants_and_structs_of_devices_are_those_of_the_header(installed: tup
         "((ncclSimInfo_t) NCCL_SIM_INFO_INITIALIZER).magic": abi.SIM_INFO_MAGIC,
         "((ncclEncryptionConfig_t) NCCL_ENCRYPTION_CONFIG_INITIALIZER).magic": abi.CONFIG_MAGIC,
     }
-    assert dict(zip(ours, Header(*installed)._ask(list(ours)), strict=True)) == ours
+    assert dict(zip(ours, Header(*installed)._evaluate(list(ours)), strict=True)) == ours
     ours = {}
     for name, struct in (("ncclTeam_t", abi.Team), ("ncclMultimemHandle_t", abi.MultimemHandle)):
         ours[f"sizeof({name})"] = ctypes.sizeof(struct)
         fields = [field[0] for field in struct._fields_]
-        ours |= {f"__builtin_offsetof({name}, {one})": getattr(struct, one).offset for one in fields}
-    assert dict(zip(ours, Header(*installed, "nccl_device/host.h")._ask(list(ours)), strict=True)) == ours
+        ours |= {f"__builtin_offsetof({name}, {field})": getattr(struct, field).offset for field in fields}
+    assert dict(zip(ours, Header(*installed, "nccl_device/host.h")._evaluate(list(ours)), strict=True)) == ours

@@ -1,6 +1,6 @@
-"""Every `since` of abi.py, and every struct cut for an older library, against what fifteen releases really contain.
+"""Every `since` of abi.py, and every struct truncated for an older library, matches fifteen releases of NCCL.
 
-tests/support/data/nccl_abi.json was taken from the wheels of those releases by scripts/dump_nccl_abi.py.
+scripts/dump_nccl_abi.py created tests/support/data/nccl_abi.json from the wheels of those releases.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STRUCTS: dict[str, tuple[type[ctypes.Structure], dict[str, abi.Version]]] = {
     "ncclEncryptionConfig_t": (abi.EncryptionConfig, {}),
     "ncclWaitSignalDesc_t": (abi.WaitSignalDesc, {}),
 }
-# Exported without a declaration that a C program on Linux could include: one is internal, two are declared for Windows.
+# Exported without a declaration for C programs on Linux: one is internal, two are declared for Windows only.
 NO_ROW = {"ncclResetDebugInitInternal", "ncclGinInboxA2ACreateRequirement", "ncclGinOutboxCreateRequirement"}
 
 
@@ -36,34 +36,36 @@ def number(version: str) -> abi.Version:
 
 
 def first(contains: Callable[[dict[str, Any]], bool]) -> abi.Version:
-    """(major, minor) of the first release that has something; fails if a later one has it no more."""
-    having = [version for version, release in RELEASES.items() if contains(release)]
-    assert having and having == list(RELEASES)[-len(having) :], f"only in {having}"
-    return number(having[0])[:2]
+    """Return (major, minor) of the first release that contains something. Fails if a later one lacks it."""
+    versions = [version for version, release in RELEASES.items() if contains(release)]
+    assert versions and versions == list(RELEASES)[-len(versions) :], f"only in {versions}"
+    return number(versions[0])[:2]
 
 
-def test_the_data_covers_the_releases_that_are_supported() -> None:
+def test_abi_data_covers_supported_releases() -> None:
     minors = [number(version)[:2] for version in RELEASES]
     assert minors == [(2, minor) for minor in range(abi.MIN_VERSION[1], abi.HEADER_VERSION[1] + 1)]
     assert [abi.version_tuple(release["code"]) for release in RELEASES.values()] == list(map(number, VERSIONS))
-    assert abi.version_tuple(2708) == (2, 7, 8)  # as codes were until 2.8
+    assert abi.version_tuple(2708) == (2, 7, 8)  # version codes until 2.8
 
 
-def test_every_function_has_a_row_and_appeared_with_its_type_when_the_row_says() -> None:
+def test_function_since_versions_match_releases() -> None:
     appeared = {name: first(lambda release, name=name: name in release["symbols"]) for name in ROWS}  # type: ignore[misc]
     assert appeared == {name: row.since for name, row in ROWS.items()}
     exported = {name for release in RELEASES.values() for name in release["symbols"]}
     assert exported - ROWS.keys() == NO_ROW
     types = {pair for release in RELEASES.values() for pair in release["prototypes"].items()}
-    assert sorted(name for name, _ in types) == sorted(abi.FUNCTIONS)  # each once: its type never changed
+    assert sorted(name for name, _ in types) == sorted(abi.FUNCTIONS)  # once each, so no type ever changed
 
 
-def test_each_release_gets_its_own_struct() -> None:
-    """The size that a struct is stamped with, and the place of every field, are those of the release's header."""
+def test_struct_layout_matches_each_release() -> None:
+    """The size field of a struct and the offsets of its fields match the header of each release."""
     for name, (struct, since) in STRUCTS.items():
         fields = [field for field, _ in struct._fields_]  # type: ignore[misc]
         assert not since or fields == ["size", "magic", "version", *since]
-        assert list(since.values()) == sorted(since.values()), "a later field after an earlier one: no prefix any more"
+        assert list(since.values()) == sorted(since.values()), (
+            "fields must be ordered by version, so that an older struct is a prefix"
+        )
         for version, release in RELEASES.items():
             if name not in release["structs"]:
                 continue

@@ -1,6 +1,6 @@
-"""Bad input is an error that says what was passed, what was expected and what to do, and nothing is launched.
+"""Invalid input raises an error that says what was passed, what was expected and what to do. Nothing is launched.
 
-The stub library records what reaches C; a communicator of rank 1 of 4 on GPU 0, or one on CPU memory.
+The stub library records the C calls of a communicator of rank 1 of 4, on GPU 0 or on CPU memory.
 """
 
 from __future__ import annotations
@@ -10,36 +10,36 @@ from typing import Any
 
 import pytest
 import torch
-from bad_calls import BAD, Bad, CudaArray, Hostile, refuse
+from bad_calls import BAD, Bad, CudaArray, Hostile, check_raises
 from libraries import Stub
 
 import pynccl
 from pynccl import Communicator
 
 
-def test_a_bad_call_is_refused_before_anything_is_launched() -> None:
+def test_invalid_call_raises_before_launch() -> None:
     for bad in BAD:
         stub = Stub()
         comm = stub.comm(nranks=4, rank=1, cpu=True)
-        refuse(comm, bad)
+        check_raises(comm, bad)
         assert stub.names() == [], bad
-        comm.all_reduce(torch.zeros(4))  # and the communicator is none the worse for it
+        comm.all_reduce(torch.zeros(4))  # the communicator stays usable
         assert stub.names() == ["ncclAllReduce"], bad
 
 
-def test_memory_of_another_device_is_refused() -> None:
+def test_buffer_on_another_device_raises() -> None:
     stub = Stub()
     comm = stub.comm()
-    with pytest.raises(ValueError, match="recv: buf is on cpu, the communicator on cuda:0; move it there"):
+    with pytest.raises(ValueError, match="recv: buf is on cpu, the communicator is on cuda:0; move the buffer"):
         comm.recv(torch.zeros(4), 0)
     on_gpu_1 = CudaArray(stream=1)
     on_gpu_1.device = SimpleNamespace(id=1)  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match="send is on cuda:1, the communicator on cuda:0; move it there"):
+    with pytest.raises(ValueError, match="send is on cuda:1, the communicator is on cuda:0; move the buffer"):
         comm.all_reduce(on_gpu_1, on_gpu_1)
     assert stub.names() == []
 
 
-def test_an_operation_after_the_end_says_how_it_ended() -> None:
+def test_call_after_destroy_or_abort_says_which() -> None:
     stub = Stub()
     destroyed, aborted = stub.comm(cpu=True), stub.comm(rank=2, cpu=True)
     destroyed.destroy()
@@ -66,15 +66,15 @@ def test_an_operation_after_the_end_says_how_it_ended() -> None:
 
 
 HOST, ID = "host", bytes(128)
-GOT = "expected what get_unique_id() returned"
-NO_LIBRARY = "TypeError: library is 'host', expected a pynccl.Library, such as pynccl.load('host') returns, or None"
+GOT = "expected an id from get_unique_id()"
+NO_LIBRARY = "TypeError: library is 'host', expected a pynccl.Library (see pynccl.load), or None"
 
 
 def init(*args: Any, **options: Any) -> Any:
     return lambda c: Communicator.init(*args, **{"library": c.library, **options})
 
 
-# Of functions of the package; `c` is a communicator of one rank of the host library, so that they may begin.
+# Calls of functions of the package; `c` is a communicator of one rank of the host library.
 BAD_KINDS: list[Bad] = [
     (init(2, ID, -1), "ValueError: rank is -1, expected 0..1 for 2 ranks"),
     (init(2, bytes(127), 0), f"ValueError: unique_id is bytes of 127 bytes, {GOT}"),
@@ -87,16 +87,22 @@ BAD_KINDS: list[Bad] = [
     (lambda c: pynccl.from_store({}, 0, 1), "TypeError: store is {}, which has no add, set, check; expected a torch"),
     (lambda c: Communicator.from_process_group("x"), "TypeError: group is 'x', expected a torch.distributed process"),
     (lambda c: pynccl.create_stream(priority="high", library=c.library), "ValueError: priority is 'high', expected an"),
-    (lambda c: pynccl.create_stream(library=c.library).record(5), "TypeError: record: event is a int, expected one of"),
-    (lambda c: pynccl.create_stream(library=c.library).wait(5), "TypeError: wait: event is a int, expected an event"),
+    (
+        lambda c: pynccl.create_stream(library=c.library).record(5),
+        "TypeError: record: event is a int, expected a host event",
+    ),
+    (
+        lambda c: pynccl.create_stream(library=c.library).wait(5),
+        "TypeError: wait: event is a int, expected a host event",
+    ),
     (lambda c: pynccl.mem_alloc(4, Hostile(), library=c.library), "TypeError: Hostile … has no NCCL data type"),
 ]
 
 
-def test_an_argument_of_another_kind_is_named_with_what_was_expected() -> None:
+def test_wrong_argument_type_error_names_argument() -> None:
     for bad in BAD_KINDS:
         with Communicator.init_all(1, library=pynccl.load("host"))[0] as comm:
-            refuse(comm, bad)
+            check_raises(comm, bad)
             assert comm.all_reduce(torch.ones(2)).tolist() == [1.0, 1.0], bad  # neither aborted nor in a group
     with pytest.raises(ValueError, match=r"device is 'cpu', but .* works on GPUs; set PYNCCL_LIBRARY=host for the CPU"):
         Communicator.init(1, ID, 0, "cpu", library=Stub().library)

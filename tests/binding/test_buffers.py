@@ -1,4 +1,4 @@
-"""Anything that owns memory is described as (pointer, count, type, device), or refused with what to pass instead."""
+"""Every buffer is described as (pointer, count, dtype, device), or raises an error that says what to pass instead."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pynccl.interop.buffers import ANY_DEVICE, CPU, adapter, data_type
 
 
 class OnlyDlpack:
-    """What another array library shows of itself: a tensor behind the two DLPack methods."""
+    """A tensor that is accessible only through DLPack, like an array of another library."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -36,7 +36,7 @@ def describe(x: Any) -> tuple[int, int, int, int]:
     return adapter(x).describe(x)
 
 
-def test_memory_of_all_types_is_described() -> None:
+def test_describe_all_dtypes() -> None:
     for name, dtype in DTYPES.items():
         x, known = torch.zeros(4, 3, dtype=dtype), DataType[name.upper()]
         assert describe(x) == (x.data_ptr(), 12, known, CPU)
@@ -46,7 +46,7 @@ def test_memory_of_all_types_is_described() -> None:
             assert describe(array) == (array.ctypes.data, 6, known, CPU)
         if not name.startswith("float8"):
             wrapped = OnlyDlpack(x[2:])
-            pointers = {describe(wrapped) for _ in range(3)}  # which leaves it alive
+            pointers = {describe(wrapped) for _ in range(3)}  # describing it leaves it alive
             assert pointers == {(x[2:].data_ptr(), 6, known, CPU)}
     parameter = torch.nn.Parameter(torch.zeros(4, 2))
     assert describe(parameter) == (parameter.data_ptr(), 8, DataType.FLOAT32, CPU)
@@ -57,7 +57,7 @@ def test_memory_of_all_types_is_described() -> None:
             data_type(other)
 
 
-def test_arrays_of_other_libraries_are_described() -> None:
+def test_describe_arrays_of_other_libraries() -> None:
     assert describe(CudaArray()) == (4096, 12, DataType.FLOAT32, ANY_DEVICE)
     assert describe(CudaArray(typestr="|u1", strides=(3, 1)))[1:3] == (12, DataType.UINT8)
     assert describe(CudaArray(shape=(), data=(64, False)))[1] == 1
@@ -66,7 +66,7 @@ def test_arrays_of_other_libraries_are_described() -> None:
 
 
 NO_TYPE, GAPS = "has no NCCL data type", "is not contiguous; pass"
-REFUSED: list[tuple[Any, type[Exception], tuple[str, ...]]] = [
+INVALID: list[tuple[Any, type[Exception], tuple[str, ...]]] = [
     (np.zeros((4, 6), "f4")[:, ::2], ValueError, (f"strides (24, 8) {GAPS} numpy.ascontiguousarray(x)",)),
     (CudaArray(strides=(4, 16)), ValueError, (f"shape (4, 3) and byte strides (4, 16) {GAPS} a copy",)),
     (OnlyDlpack(torch.zeros(4, 6)[:, :3]), ValueError, (f"byte strides (24, 4) {GAPS} a copy",)),
@@ -82,7 +82,7 @@ REFUSED: list[tuple[Any, type[Exception], tuple[str, ...]]] = [
     ),
     (torch.zeros(3, device="meta"), TypeError, ("tensor on meta owns no dense memory; pass a dense tensor",)),
     *(
-        (x, TypeError, (f"a {type(x).__module__}.{type(x).__name__} is no buffer", "torch tensor, a NumPy or CuPy ar"))
+        (x, TypeError, (f"a {type(x).__module__}.{type(x).__name__} is not a buffer", "torch tensor, a NumPy or"))
         for x in ([1.0, 2.0], None, 3, "abc", b"abc")
     ),
     *(
@@ -92,26 +92,24 @@ REFUSED: list[tuple[Any, type[Exception], tuple[str, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize(("x", "error", "says"), REFUSED, ids=range(len(REFUSED)))
-def test_what_is_no_dense_memory_of_a_known_type_is_refused_with_a_way_out(
-    x: Any, error: type[Exception], says: tuple[str, ...]
-) -> None:
+@pytest.mark.parametrize(("x", "error", "parts"), INVALID, ids=range(len(INVALID)))
+def test_unsupported_buffer_raises_with_remedy(x: Any, error: type[Exception], parts: tuple[str, ...]) -> None:
     with pytest.raises(error) as caught:
         describe(x)
-    assert all(part in str(caught.value) for part in says)
+    assert all(part in str(caught.value) for part in parts)
 
 
-def test_a_cuda_array_is_read_only_if_it_says_so() -> None:
+def test_read_only_cuda_array_interface() -> None:
     adapter(CudaArray()).check_writable(CudaArray())
     with pytest.raises(ValueError, match="read-only"):
         adapter(CudaArray()).check_writable(CudaArray(data=(4096, True)))
 
 
-# CuPy needs a GPU, so a stand-in with its signatures is asked.
+# CuPy needs a GPU, so a fake module with its signatures replaces it.
 
 
 class Array(CudaArray):
-    """What is asked of a cupy.ndarray."""
+    """The attributes of a cupy.ndarray that are used."""
 
     def __init__(self, device: int | None) -> None:
         super().__init__(shape=(4,))
@@ -123,8 +121,8 @@ class Array(CudaArray):
 Array.__module__ = "cupy"
 
 
-def test_an_array_of_cupy_is_launched_on_cupys_current_stream_of_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = ModuleType("cupy")  # -1 is the current GPU, and None is no integer
+def test_cupy_array_uses_cupy_current_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("cupy")  # in CuPy, -1 means the current GPU; None is invalid
     module.cuda = SimpleNamespace(  # type: ignore[attr-defined]
         get_current_stream=lambda device=-1: SimpleNamespace(ptr=0x200 + device)
     )

@@ -1,4 +1,4 @@
-"""Every collective gives what a single process would: all data types and operators, in place and out of place."""
+"""Every collective matches a single-process reference, for all dtypes and operators, in place and out of place."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from test_buffers import OnlyDlpack
 import pynccl
 from pynccl import Communicator
 
-COUNT = 37  # elements per rank and block: odd, so that no alignment comes for free
+COUNT = 37  # elements per rank and block: odd, so that blocks are not aligned
 
 
-def reductions(comm: Communicator, dtype: torch.dtype, op: str) -> None:
+def check_reductions(comm: Communicator, dtype: torch.dtype, op: str) -> None:
     n, rank, root = comm.size, comm.rank, (len(op) + dtype.itemsize) % comm.size
-    given = inputs(dtype, op, COUNT * n, n)
-    wanted = reduced(given, op)
-    mine, block = given[rank], slice(rank * COUNT, (rank + 1) * COUNT)
+    xs = inputs(dtype, op, COUNT * n, n)
+    wanted = reduced(xs, op)
+    mine, block = xs[rank], slice(rank * COUNT, (rank + 1) * COUNT)
     before = mine.clone()
     what = f"{op} of {dtype} on {n} ranks"
 
@@ -42,76 +42,76 @@ def reductions(comm: Communicator, dtype: torch.dtype, op: str) -> None:
     expect(in_place, wanted if rank == root else mine, f"reduce in place {what}")
 
 
-def copies(comm: Communicator, dtype: torch.dtype, root: int) -> None:
+def check_copies(comm: Communicator, dtype: torch.dtype, root: int) -> None:
     n, rank = comm.size, comm.rank
-    whole = inputs(dtype, "sum", COUNT * n, n)
+    full = inputs(dtype, "sum", COUNT * n, n)
     block = slice(rank * COUNT, (rank + 1) * COUNT)
-    part = whole[rank][block].clone()
-    gathered = torch.cat([bits(x[i * COUNT : (i + 1) * COUNT]) for i, x in enumerate(whole)]).view(dtype)
-    exchanged = torch.cat([bits(x[block]) for x in whole]).view(dtype)
+    shard = full[rank][block].clone()
+    gathered = torch.cat([bits(x[i * COUNT : (i + 1) * COUNT]) for i, x in enumerate(full)]).view(dtype)
+    exchanged = torch.cat([bits(x[block]) for x in full]).view(dtype)
     what = f"of {dtype} on {n} ranks, root {root}"
 
-    expect(comm.broadcast(whole[rank], root=root), whole[root], f"broadcast {what}")
-    expect(comm.all_gather(part), gathered, f"all_gather {what}")
-    expect(comm.all_to_all(whole[rank]), exchanged, f"all_to_all {what}")
-    expect(comm.scatter(whole[rank], root=root), whole[root][block], f"scatter {what}")
-    received = torch.empty_like(part)
-    assert comm.scatter(whole[root] if rank == root else None, received, root) is received
-    expect(received, whole[root][block], f"scatter without send {what}")
-    result = comm.gather(part, root=root)
+    expect(comm.broadcast(full[rank], root=root), full[root], f"broadcast {what}")
+    expect(comm.all_gather(shard), gathered, f"all_gather {what}")
+    expect(comm.all_to_all(full[rank]), exchanged, f"all_to_all {what}")
+    expect(comm.scatter(full[rank], root=root), full[root][block], f"scatter {what}")
+    received = torch.empty_like(shard)
+    assert comm.scatter(full[root] if rank == root else None, received, root) is received
+    expect(received, full[root][block], f"scatter without send {what}")
+    result = comm.gather(shard, root=root)
     if rank == root:
         expect(result, gathered, f"gather {what}")
     else:
         assert result is None
-    expect(whole[rank], inputs(dtype, "sum", COUNT * n, n)[rank], f"input {what}")
+    expect(full[rank], inputs(dtype, "sum", COUNT * n, n)[rank], f"input {what}")
 
     what = f"in place {what}"
-    mine = whole[rank].clone()
+    mine = full[rank].clone()
     assert comm.broadcast(mine, mine, root) is mine
-    expect(mine, whole[root], f"broadcast {what}")
-    mine = whole[rank].clone()
+    expect(mine, full[root], f"broadcast {what}")
+    mine = full[rank].clone()
     assert comm.all_gather(mine[block], mine) is mine
     expect(mine, gathered, f"all_gather {what}")
-    mine = whole[rank].clone()
+    mine = full[rank].clone()
     comm.gather(mine[block], mine if rank == root else None, root)
-    expect(mine, gathered if rank == root else whole[rank], f"gather {what}")
-    mine = whole[rank].clone()
+    expect(mine, gathered if rank == root else full[rank], f"gather {what}")
+    mine = full[rank].clone()
     comm.scatter(mine if rank == root else None, mine[block], root)
-    expect(mine[block], whole[root][block], f"scatter {what}")
+    expect(mine[block], full[root][block], f"scatter {what}")
 
 
-def of_all_types(comm: Communicator) -> None:
+def check_all_dtypes(comm: Communicator) -> None:
     for i, dtype in enumerate(DTYPES.values()):
-        copies(comm, dtype, i % comm.size)
+        check_copies(comm, dtype, i % comm.size)
         for op in OPS:
-            reductions(comm, dtype, op)
+            check_reductions(comm, dtype, op)
 
 
-def sizes_and_shapes(comm: Communicator) -> None:
-    """Sizes on both sides of whatever an algorithm may switch at; shapes of results that are allocated."""
+def check_sizes_and_shapes(comm: Communicator) -> None:
+    """Check sizes on both sides of possible algorithm thresholds, and the shapes of allocated results."""
     n, last = comm.size, comm.rank == comm.size - 1
     for count in (1, 2, 255, 4097, 65_537, 1_000_003):
-        given = inputs(torch.float32, "sum", count, n, seed=count)
-        wanted = reduced(given, "sum")
-        expect(comm.all_reduce(given[comm.rank]), wanted, f"all_reduce of {count}")
-        expect(comm.all_gather(given[comm.rank]), torch.cat(given), f"all_gather of {count}")
-        expect(comm.reduce_scatter(torch.cat([given[comm.rank]] * n)), wanted, f"reduce_scatter of {count}")
-    one, nothing = torch.tensor(1.0), torch.ones(0, 4)
+        xs = inputs(torch.float32, "sum", count, n, seed=count)
+        wanted = reduced(xs, "sum")
+        expect(comm.all_reduce(xs[comm.rank]), wanted, f"all_reduce of {count}")
+        expect(comm.all_gather(xs[comm.rank]), torch.cat(xs), f"all_gather of {count}")
+        expect(comm.reduce_scatter(torch.cat([xs[comm.rank]] * n)), wanted, f"reduce_scatter of {count}")
+    scalar, empty = torch.tensor(1.0), torch.ones(0, 4)
     for result, shape in (
         (comm.all_reduce(torch.ones(3, 4, 5)), (3, 4, 5)),
         (comm.all_gather(torch.ones(3, 4)), (3 * n, 4)),
         (comm.reduce_scatter(torch.ones(2 * n, 4)), (2, 4)),
         (comm.all_to_all(torch.ones(2 * n, 4)), (2 * n, 4)),
         (comm.gather(torch.ones(3, 4), root=n - 1), (3 * n, 4) if last else None),
-        (comm.all_reduce(one), ()),
-        (comm.all_reduce(nothing), (0, 4)),
+        (comm.all_reduce(scalar), ()),
+        (comm.all_reduce(empty), (0, 4)),
         (comm.all_to_all(torch.ones(0)), (0,)),
     ):
         assert (None if result is None else tuple(result.shape)) == shape
 
 
-def same_bits(comm: Communicator) -> None:
-    """Sums whose last bits depend on the order of addition are the same on all ranks."""
+def check_same_bits(comm: Communicator) -> None:
+    """Check that sums are bitwise equal on all ranks although their last bits depend on the order of addition."""
     generator = torch.Generator().manual_seed(comm.rank)
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         for count in (5, 70_001):
@@ -119,7 +119,7 @@ def same_bits(comm: Communicator) -> None:
             assert torch.equal(comm.all_gather(ours), ours.repeat(comm.size)), f"{count} of {dtype}"
 
 
-def other_buffers(comm: Communicator) -> None:
+def check_other_buffers(comm: Communicator) -> None:
     total = comm.size * (comm.size + 1) / 2
     array = np.full((2, 3), comm.rank + 1, "f8")
     result = comm.all_reduce(array)
@@ -132,7 +132,7 @@ def other_buffers(comm: Communicator) -> None:
     assert raw.tolist() == [total] * 2 + [comm.rank + 1] * 3
 
 
-def exchanges(comm: Communicator) -> None:
+def check_send_recv(comm: Communicator) -> None:
     n, rank = comm.size, comm.rank
     right, left = (rank + 1) % n, (rank - 1) % n
     first, second, to_itself = torch.zeros(2), torch.zeros(7), torch.zeros(4)
@@ -155,11 +155,11 @@ def exchanges(comm: Communicator) -> None:
     assert x.tolist() == [i + rank + 1.0 for i in range(5)]
 
 
-def all_of_them(comm: Communicator) -> None:
-    for body in (of_all_types, sizes_and_shapes, same_bits, other_buffers, exchanges):
+def check_all(comm: Communicator) -> None:
+    for body in (check_all_dtypes, check_sizes_and_shapes, check_same_bits, check_other_buffers, check_send_recv):
         body(comm)
 
 
 @each_size
-def test_every_rank_gets_what_one_process_computes(ranks: RankPool, n: int) -> None:
-    ranks.run(n, all_of_them, timeout=120)
+def test_collectives_match_single_process(ranks: RankPool, n: int) -> None:
+    ranks.run(n, check_all, timeout=120)

@@ -1,4 +1,4 @@
-"""Collectives with a number of elements per rank, against what one process computes."""
+"""Collectives with a count per rank match a single-process reference."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from reference import DTYPES, OPS, expect, inputs, reduced
 
 from pynccl import Communicator
 
-COUNTS = ([5, 0, 17, 2], [0, 1, 0, 0], [0, 0, 0, 0], [3000, 1, 0, 70000])  # of the first ranks of each
+COUNTS = ([5, 0, 17, 2], [0, 1, 0, 0], [0, 0, 0, 0], [3000, 1, 0, 70000])  # the first n counts of each are used
 
 
-def all_to_all(comm: Communicator) -> None:
-    """Some pairs exchange nothing, and nobody is owed the same as another."""
+def check_all_to_all_v(comm: Communicator) -> None:
+    """Check counts that differ by pair of ranks, some of them 0."""
     n, rank = comm.size, comm.rank
     counts = [[(i + 2 * j) % (n + 1) * 3 for j in range(n)] for i in range(n)]
     column = [row[rank] for row in counts]
     for dtype in ("float32", "int64", "bfloat16", "float8_e4m3"):
-        given = [inputs(DTYPES[dtype], "sum", sum(row), 1, seed=i)[0] for i, row in enumerate(counts)]
-        wanted = torch.cat([x.split(row)[rank] for x, row in zip(given, counts, strict=True)])
+        xs = [inputs(DTYPES[dtype], "sum", sum(row), 1, seed=i)[0] for i, row in enumerate(counts)]
+        wanted = torch.cat([x.split(row)[rank] for x, row in zip(xs, counts, strict=True)])
         recv = torch.zeros_like(wanted)
-        assert comm.all_to_all_v(given[rank], recv, send_counts=counts[rank], recv_counts=column) is recv
+        assert comm.all_to_all_v(xs[rank], recv, send_counts=counts[rank], recv_counts=column) is recv
         expect(recv, wanted, f"all_to_all_v of {dtype}")
-        made = comm.all_to_all_v(given[rank], send_counts=counts[rank], recv_counts=column)
-        expect(made, wanted, f"all_to_all_v of {dtype}, allocated")
+        allocated = comm.all_to_all_v(xs[rank], send_counts=counts[rank], recv_counts=column)
+        expect(allocated, wanted, f"all_to_all_v of {dtype}, allocated")
 
 
-def gather_and_reduce_scatter(comm: Communicator, counts: list[int], dtype: str) -> None:
+def check_gather_and_reduce_scatter(comm: Communicator, counts: list[int], dtype: str) -> None:
     n, rank = comm.size, comm.rank
     parts = [inputs(DTYPES[dtype], "sum", count, 1, seed=i)[0] for i, count in enumerate(counts)]
     expect(comm.all_gather_v(parts[rank], counts=counts), torch.cat(parts), f"all_gather_v of {counts}")
@@ -42,37 +42,37 @@ def gather_and_reduce_scatter(comm: Communicator, counts: list[int], dtype: str)
         expect(recv, wanted, f"reduce_scatter_v {op} of {counts}")
 
 
-def rooted(comm: Communicator, counts: list[int], dtype: str) -> None:
+def check_gather_and_scatter(comm: Communicator, counts: list[int], dtype: str) -> None:
     rank = comm.rank
     parts = [inputs(DTYPES[dtype], "sum", count, 1, seed=i)[0] for i, count in enumerate(counts)]
-    whole, like, what = torch.cat(parts), torch.empty(0, dtype=DTYPES[dtype]), f"of {counts}"
+    full, like, what = torch.cat(parts), torch.empty(0, dtype=DTYPES[dtype]), f"of {counts}"
     for root in (0, comm.size - 1):
-        own = torch.zeros_like(parts[rank])
-        assert comm.scatter_v(whole if rank == root else None, own, root, counts=counts) is own
-        expect(own, parts[rank], f"scatter_v {what}")
-        made = comm.scatter_v(whole if rank == root else like, root=root, counts=counts)
-        expect(made, parts[rank], f"scatter_v {what}, allocated")
-        recv = torch.zeros_like(whole) if rank == root else None
+        received = torch.zeros_like(parts[rank])
+        assert comm.scatter_v(full if rank == root else None, received, root, counts=counts) is received
+        expect(received, parts[rank], f"scatter_v {what}")
+        allocated = comm.scatter_v(full if rank == root else like, root=root, counts=counts)
+        expect(allocated, parts[rank], f"scatter_v {what}, allocated")
+        recv = torch.zeros_like(full) if rank == root else None
         assert comm.gather_v(parts[rank], recv, root, counts=counts) is recv
         gathered = comm.gather_v(parts[rank], root=root, counts=counts)
         for result in (recv, gathered) if rank == root else ():
-            expect(result, whole, f"gather_v {what}")
+            expect(result, full, f"gather_v {what}")
         assert rank == root or gathered is None
 
 
-def all_of_them(comm: Communicator) -> None:
-    all_to_all(comm)
+def check_all(comm: Communicator) -> None:
+    check_all_to_all_v(comm)
     for counts, dtype in zip(COUNTS, ("int32", "float16", "int8", "float32"), strict=True):
-        gather_and_reduce_scatter(comm, counts[: comm.size], dtype)
-        rooted(comm, counts[: comm.size], dtype)
+        check_gather_and_reduce_scatter(comm, counts[: comm.size], dtype)
+        check_gather_and_scatter(comm, counts[: comm.size], dtype)
 
 
 @each_size
-def test_a_count_per_rank(ranks: RankPool, n: int) -> None:
-    ranks.run(n, all_of_them)
+def test_v_collectives_match_single_process(ranks: RankPool, n: int) -> None:
+    ranks.run(n, check_all)
 
 
-def test_offsets_are_bytes_and_do_not_wrap() -> None:
+def test_v_offsets_above_31_bits() -> None:
     stub = Stub()
     comm = stub.comm(nranks=2, rank=1)
     big = (1 << 31) + 5
@@ -88,20 +88,20 @@ def test_offsets_are_bytes_and_do_not_wrap() -> None:
 
 
 ONE, F4, OVER = torch.zeros(1), "float32", "send and recv overlap"
-# Operation, buffers, options, what is said, by rank 1 of 2
+# Operation, buffers, options, error message, on rank 1 of 2
 BAD: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
     ("all_gather_v", (ONE,), {"counts": [1]}, "counts is [1], expected 2 numbers of elements >= 0"),
     ("all_gather_v", (ONE,), {"counts": [-1, 2]}, "counts is [-1, 2], expected 2 numbers"),
     ("all_to_all_v", (ONE,), {"send_counts": [1, 0], "recv_counts": [0, -2]}, "recv_counts is [0, -2], expected 2"),
-    ("scatter_v", (ONE,), {"root": 1, "counts": [1, 1]}, "send has 1 elements, the counts say 2"),
+    ("scatter_v", (ONE,), {"root": 1, "counts": [1, 1]}, "send has 1 elements, expected 2 by the counts"),
     ("gather_v", (ONE, torch.zeros(5)), {"root": 1, "counts": [2, 1]}, "recv has 5 elements, expected 3"),
     ("all_gather_v", ((64, 1, F4), (52, 4, F4)), {"counts": [3, 1], "stream": 0}, f"{OVER}, -12 bytes apart; pass s"),
-    ("scatter_v", (None,), {"counts": [1, 1]}, "rank 1 passed no recv and no send like which to allocate it"),
+    ("scatter_v", (None,), {"counts": [1, 1]}, "rank 1 passed no recv and no send to allocate it from"),
 ]
 
 
 @pytest.mark.parametrize(("operation", "args", "options", "message"), BAD)
-def test_bad_counts_and_buffers_are_refused_before_anything_is_launched(
+def test_invalid_counts_and_buffers_raise_before_launch(
     operation: str, args: tuple[Any, ...], options: dict[str, Any], message: str
 ) -> None:
     stub = Stub()

@@ -1,4 +1,4 @@
-"""Init, split, properties and end of communicators, one or several to a process."""
+"""Init, split, properties and end of communicators, one or several per process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def total(comm: Communicator) -> float:
     return comm.all_reduce(torch.tensor(float(comm.rank + 1))).item()
 
 
-def splits(comm: Communicator, folder: str) -> dict[str, Any]:
+def split_communicators(comm: Communicator, folder: str) -> dict[str, Any]:
     assert comm.alive and comm.handle and not comm.checking and comm.async_error() is Result.SUCCESS
     assert (comm.device, comm.library.is_host) == ("cpu", True)
     assert repr(comm) == f"<pynccl.Communicator rank {comm.rank} of {comm.size} on cpu>"
@@ -38,12 +38,12 @@ def splits(comm: Communicator, folder: str) -> dict[str, Any]:
         "alone": (comm.rank, 0),
     }
     for name, (color, key) in requests.items():
-        part = comm.split(color, key)
+        child = comm.split(color, key)
         results[name] = None
-        if part is not None:
-            with part:
-                results[name] = part.rank, part.size, part.all_gather(torch.tensor([comm.rank])).tolist()
-    assert total(comm) == comm.size * (comm.size + 1) / 2  # the parent is none the worse
+        if child is not None:
+            with child:
+                results[name] = child.rank, child.size, child.all_gather(torch.tensor([comm.rank])).tolist()
+    assert total(comm) == comm.size * (comm.size + 1) / 2  # the parent stays usable
 
     # A second communicator of the same ranks in the same processes; its id travels as bytes over the first.
     identity = torch.zeros(128, dtype=torch.uint8)
@@ -57,8 +57,8 @@ def splits(comm: Communicator, folder: str) -> dict[str, Any]:
 
 
 @each_size
-def test_a_communicator_knows_its_place_and_is_split_by_color_and_key(ranks: RankPool, n: int, tmp_path: Path) -> None:
-    for rank, result in enumerate(ranks.run(n, splits, str(tmp_path))):
+def test_rank_size_and_split_by_color_and_key(ranks: RankPool, n: int, tmp_path: Path) -> None:
+    for rank, result in enumerate(ranks.run(n, split_communicators, str(tmp_path))):
         half = list(range(rank % 2, n, 2))
         rest = [r for r in range(n) if r != 1]
         assert result == {
@@ -70,11 +70,11 @@ def test_a_communicator_knows_its_place_and_is_split_by_color_and_key(ranks: Ran
         }
 
 
-def test_the_two_packages_have_one_version() -> None:
+def test_both_packages_have_the_same_version() -> None:
     assert pynccl.__version__ == pynccl_autograd.__version__ == version("pynccl-autograd")
 
 
-def test_one_process_can_be_all_the_ranks() -> None:
+def test_init_all_in_one_process() -> None:
     comms = pynccl.init_all(4, library=pynccl.load("host"))
     assert [(comm.rank, comm.size) for comm in comms] == [(rank, 4) for rank in range(4)]
     xs = [torch.full((3,), float(comm.rank + 1)) for comm in comms]
@@ -86,10 +86,10 @@ def test_one_process_can_be_all_the_ranks() -> None:
     pynccl.abort(comms)
     stub = Stub()
     numbered = Communicator.init_all(["cuda:2", 0], library=stub.cpu_library)
-    assert [(comm.rank, comm.device_index) for comm in numbered] == [(0, 2), (1, 0)]
+    assert [(comm.rank, comm._device_index) for comm in numbered] == [(0, 2), (1, 0)]
 
 
-def test_every_end_reaches_nccl_once() -> None:
+def test_destroy_abort_and_finalize_call_nccl_once() -> None:
     destroyed = ["ncclCommGetAsyncError", "ncclCommFinalize", "ncclCommDestroy"]
     finalized = ["ncclCommFinalize", "ncclCommGetAsyncError", "ncclCommDestroy"]
     for end, functions in (
@@ -116,7 +116,7 @@ def test_every_end_reaches_nccl_once() -> None:
     assert repr(comm) == "<pynccl.Communicator rank 1 of 4 on cuda:0, aborted>"
 
 
-def test_an_error_of_nccl_is_raised_with_what_was_asked_for() -> None:
+def test_nccl_error_names_the_call() -> None:
     stub = Stub()
     comm = stub.comm()
     comm.check_async_error()
@@ -136,7 +136,7 @@ def test_an_error_of_nccl_is_raised_with_what_was_asked_for() -> None:
         stub.comm(cpu=True).split(3, -2)
 
 
-def test_a_failed_init_says_what_was_asked_for() -> None:
+def test_failed_init_names_the_call() -> None:
     stub = Stub()
     stub.fail("ncclCommInitRank", 5)
     with pytest.raises(pynccl.NcclInvalidUsage, match=r"^ncclCommInitRank\(rank=1, nranks=2\) failed: invalid usage"):

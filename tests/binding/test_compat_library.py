@@ -1,4 +1,4 @@
-"""The names of vLLM's and SGLang's wrappers: signatures, numbers, the C functions, and how their ranks meet."""
+"""The API of vLLM's and SGLang's wrappers: signatures, constants, C functions, and rendezvous."""
 
 from __future__ import annotations
 
@@ -36,28 +36,28 @@ CPU = torch.device("cpu")
 WRAPPERS = Path(__file__).parents[1] / "support" / "data" / "wrappers.txt"
 
 
-def takes_the_same(method: Any, parameters: str) -> bool:
-    """The same parameters in the same order, with defaults where theirs have them; ours may have more of both."""
+def has_same_parameters(method: Any, parameters: str) -> bool:
+    """Return whether the method has these parameters, in order and with their defaults; it may have more of both."""
     found = inspect.signature(getattr(method, "__func__", method)).parameters.values()
-    ours = [one for one in found if one.name not in ("self", "cls")]
+    ours = [parameter for parameter in found if parameter.name not in ("self", "cls")]
     theirs = parameters.split(", ") if parameters else []
-    known = [one.name + ("=" if one.default is not one.empty else "") for one in ours]
+    known = [parameter.name + ("=" if parameter.default is not parameter.empty else "") for parameter in ours]
     same = all(mine in (other, f"{other}=") for mine, other in zip(known, theirs, strict=False))
-    return same and len(known) >= len(theirs) and all(one.endswith("=") for one in known[len(theirs) :])
+    return same and len(known) >= len(theirs) and all(parameter.endswith("=") for parameter in known[len(theirs) :])
 
 
-def test_methods_take_what_theirs_take() -> None:
+def test_signatures_match_vllm_and_sglang() -> None:
     lines = [line for line in WRAPPERS.read_text().splitlines() if not line.startswith("#")]
     assert len(lines) > 60
     for line in lines:
         found = re.fullmatch(r"(\w+) (\w+)\.(\w+)\((.*)\)", line)
         assert found, line
         module = {"vllm": vllm, "sglang": sglang}[found[1]]
-        assert takes_the_same(getattr(getattr(module, found[2]), found[3]), found[4]), line
+        assert has_same_parameters(getattr(getattr(module, found[2]), found[3]), found[4]), line
 
 
 def test_raw_calls_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a script around vLLM's NCCLLibrary alone: pointers in, no torch.distributed."""
+    """A script that uses only vLLM's NCCLLibrary, with pointers and without torch.distributed."""
     nccl = NCCLLibrary()
     major, minor, patch = map(int, nccl.ncclGetVersion().split("."))
     assert nccl.ncclGetRawVersion() == major * 10000 + minor * 100 + patch
@@ -95,18 +95,18 @@ def test_raw_calls_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
         assert module.NCCLLibrary("host").lib is pynccl.load("host")
 
 
-# How their ranks meet
+# Rendezvous
 
 
-def meet(count: int, body: Callable[[StatelessProcessGroup], Any]) -> list[Any]:
-    """body(group) of `count` ranks that are threads of this process, over one store."""
+def run_ranks(count: int, body: Callable[[StatelessProcessGroup], Any]) -> list[Any]:
+    """Run body(group) on `count` ranks, which are threads of this process, over one store."""
     store = dist.HashStore()
     found: list[Any] = [None] * count
 
-    def one(rank: int) -> None:
+    def run_rank(rank: int) -> None:
         found[rank] = body(StatelessProcessGroup(rank, count, store))
 
-    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(count)]
+    threads = [threading.Thread(target=run_rank, args=(rank,)) for rank in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -114,7 +114,7 @@ def meet(count: int, body: Callable[[StatelessProcessGroup], Any]) -> list[Any]:
     return found
 
 
-def objects(group: StatelessProcessGroup) -> tuple[Any, ...]:
+def exchange_objects(group: StatelessProcessGroup) -> tuple[Any, ...]:
     n, right, left = group.world_size, (group.rank + 1) % group.world_size, (group.rank - 1) % group.world_size
     group.send_obj(("from", group.rank), right)
     got = group.recv_obj(left)
@@ -126,20 +126,20 @@ def objects(group: StatelessProcessGroup) -> tuple[Any, ...]:
     return got, everything, word, tensor, received, group.broadcast(torch.tensor(group.rank), 1).item()
 
 
-def test_stateless_group_exchanges_objects_and_names_who_is_missing() -> None:
+def test_stateless_group_exchanges_objects_and_names_missing_ranks() -> None:
     expected = [(("from", (r - 1) % 3), [0, 1, 4], "last", [2, 1], float((r - 1) % 3), 1) for r in range(3)]
-    assert meet(3, objects) == expected
+    assert run_ranks(3, exchange_objects) == expected
     store = dist.HashStore()
-    with pytest.raises(pynccl.NcclTimeout, match=r"no sign of rank\(s\) \[1\] of 2 in 0.2 s"):
+    with pytest.raises(pynccl.NcclTimeout, match=r"ranks \[1\] of 2 did not arrive within 0.2 s"):
         StatelessProcessGroup(0, 2, store).barrier(timeout=0.2)
     with pytest.raises(ValueError, match=r"rank is 2, expected 0\.\.1"):
         StatelessProcessGroup(2, 2, store)
-    with pytest.raises(RuntimeError, match=r"cannot listen at 192\.0\.2\.1:2: .*an address of its machine"):
+    with pytest.raises(RuntimeError, match=r"cannot listen at 192\.0\.2\.1:2: .*an address of its node"):
         StatelessProcessGroup.create("192.0.2.1", 2, 0, 2)
 
 
 class Bad:
-    """What a pickle would run where it is read."""
+    """Creates the folder `path` when it is unpickled."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -148,10 +148,8 @@ class Bad:
         return os.mkdir, (self.path,)
 
 
-def test_a_stranger_who_writes_into_the_store_first_runs_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """He knows the names of the keys, and another group's objects, but not the key of the job."""
+def test_forged_store_entries_are_not_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The attacker knows the store's keys and another group's objects, but not the job key."""
     path, store, other = str(tmp_path / "made"), dist.HashStore(), dist.HashStore()
     monkeypatch.setenv("PYNCCL_JOB_KEY", "another key of a job")
     StatelessProcessGroup(1, 2, other).send_obj(Bad(path), 0)
@@ -159,23 +157,23 @@ def test_a_stranger_who_writes_into_the_store_first_runs_nothing(
     group = StatelessProcessGroup(0, 2, store)
     for data in (pickle.dumps(Bad(path)), bytes(32) + pickle.dumps(Bad(path)), other.get("send/1/0/0"), b""):
         store.set("send/1/0/0", data)
-        with pytest.raises(pynccl.NcclRemoteError, match="PYNCCL_JOB_KEY is another one; it was not unpickled"):
+        with pytest.raises(pynccl.NcclRemoteError, match=r"is invalid; it was not unpickled.*PYNCCL_JOB_KEY"):
             group.recv_obj(1)
         store.set("broadcast/1/0", data)
-        with pytest.raises(pynccl.NcclRemoteError, match="somebody else"):
+        with pytest.raises(pynccl.NcclRemoteError, match="who else writes to the store"):
             group.broadcast_obj(None, 1)
     StatelessProcessGroup(1, 2, store).send_obj({"a": (1,)}, 0)
     store.set("send/1/0/1", store.get("send/1/0/0"))
     assert group.recv_obj(1) == {"a": (1,)}
-    with pytest.raises(pynccl.NcclRemoteError, match="send/1/0/1"):  # the same again is in the wrong place
+    with pytest.raises(pynccl.NcclRemoteError, match="send/1/0/1"):  # a replayed message
         group.recv_obj(1)
     assert not os.path.exists(path)
 
 
-def meets(comm: Communicator, port: int, identity: bytes) -> None:
-    """As a trainer and an inference worker do; and by an id where the other end is a program of pynccl alone."""
+def rendezvous(comm: Communicator, port: int, identity: bytes) -> None:
+    """Rendezvous like a trainer and an inference worker, and by a unique id with a rank that uses plain pynccl."""
     group = StatelessProcessGroup.create("127.0.0.1", port, comm.rank, comm.size, store_timeout=50)
-    c = PyNcclCommunicator(group, device=0)  # an index is the CPU on the host library
+    c = PyNcclCommunicator(group, device=0)  # on the host library, an index means the CPU
     x = torch.full((3,), float(comm.rank))
     c.broadcast(x, src=1)
     assert x.tolist() == [1.0] * 3
@@ -187,12 +185,12 @@ def meets(comm: Communicator, port: int, identity: bytes) -> None:
         c.destroy()
     else:
         with Communicator.init(2, identity, 1) as plain:
-            plain.all_reduce(torch.zeros(1))  # the one-float sum after the init of theirs
+            plain.all_reduce(torch.zeros(1))  # matches the sum that vLLM's init runs
             assert plain.all_reduce(torch.ones(2)).tolist() == [2.0, 2.0]
 
 
-def test_processes_meet_at_an_address_or_by_an_id(ranks: RankPool) -> None:
-    ranks.run(2, meets, free_port(), bytes(NCCLLibrary().ncclGetUniqueId()))
+def test_rendezvous_by_address_or_unique_id(ranks: RankPool) -> None:
+    ranks.run(2, rendezvous, free_port(), bytes(NCCLLibrary().ncclGetUniqueId()))
     with pytest.raises(ValueError, match="128 bytes, got 3"):
         PyNcclCommunicator.from_unique_id_bytes(b"abc", 0, 2, "cpu")
     with pytest.raises(RuntimeError, match="call init_process_group first"):
@@ -201,17 +199,17 @@ def test_processes_meet_at_an_address_or_by_an_id(ranks: RankPool) -> None:
         PyNcclCommunicator(StatelessProcessGroup(0, 2, dist.HashStore()), "cuda:0")
 
 
-def without_library(group: StatelessProcessGroup) -> Any:
+def init_without_library(group: StatelessProcessGroup) -> Any:
     c = PyNcclCommunicator(group, CPU, library_path="/nowhere/libnccl.so" if group.rank == 0 else None)
     return c.available, c.disabled, c.all_reduce(torch.ones(1))
 
 
-def test_a_communicator_that_cannot_be_is_disabled_and_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_communicator_without_nccl_is_disabled(monkeypatch: pytest.MonkeyPatch) -> None:
     c = PyNcclCommunicator(StatelessProcessGroup(0, 1, dist.HashStore()), CPU)
     assert (c.available, c.disabled, c.world_size) == (False, True, 1) and c.all_reduce(torch.ones(1)) is None
-    with pytest.warns(UserWarning, match="disabled on rank .: no NCCL") as said:
-        assert meet(2, without_library) == [(False, True, None)] * 2
-    texts = sorted(str(one.message) for one in said)
+    with pytest.warns(UserWarning, match="disabled on rank .: no NCCL") as caught:
+        assert run_ranks(2, init_without_library) == [(False, True, None)] * 2
+    texts = sorted(str(warning.message) for warning in caught)
     assert "/nowhere/libnccl.so" in texts[0] and "rank 0 could not load it" in texts[1]
     monkeypatch.setenv("VLLM_DISABLE_PYNCCL", "1")
     two = PyNcclCommunicator(StatelessProcessGroup(0, 2, dist.HashStore()), CPU)

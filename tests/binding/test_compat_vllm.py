@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from process_groups import gloo, numbers
+from process_groups import gloo_group, numbers
 from ranks import RankPool, each_size
 from torch.distributed import P2POp, ReduceOp
 
@@ -39,13 +39,13 @@ def collectives(c: PyNcclCommunicator, r: int, n: int) -> None:
         assert c.all_reduce(x, x, op=op) is x and torch.equal(x, expected)
     x = numbers(r, 4)
     torch.testing.assert_close(c.all_reduce(x, op=ReduceOp.AVG), sum(numbers(q, 4) for q in range(n)) / n)
-    gathered = torch.full((2 * n + 3, 3), -1.0)  # buffers may be larger than what is moved, as with theirs
+    gathered = torch.full((2 * n + 3, 3), -1.0)  # as in vLLM, buffers may be larger than the data
     c.all_gather(gathered, numbers(r, 2, 3))
     assert torch.equal(gathered[: 2 * n], torch.cat([numbers(q, 2, 3) for q in range(n)]))
     assert (gathered[2 * n :] == -1).all()
-    x, part = numbers(r, 2 * n, 3), torch.empty(2, 3)
-    c.reduce_scatter(part, x)
-    assert torch.equal(part, summed(x)[2 * r : 2 * r + 2])
+    x, shard = numbers(r, 2 * n, 3), torch.empty(2, 3)
+    c.reduce_scatter(shard, x)
+    assert torch.equal(shard, summed(x)[2 * r : 2 * r + 2])
     for root in range(n):
         x = numbers(r, 7)
         c.broadcast(x, src=root)
@@ -57,22 +57,22 @@ def collectives(c: PyNcclCommunicator, r: int, n: int) -> None:
 
 
 def uneven(c: PyNcclCommunicator, r: int, n: int) -> None:
-    """A number of rows per rank, zero among them."""
+    """Different numbers of rows per rank, including zero."""
     sizes = [(3 * rank + 2) % 5 for rank in range(n)]
     start, root = sum(sizes[:r]), n - 1
     gathered = torch.empty(sum(sizes), 3)
     c.all_gatherv(gathered, numbers(r, sizes[r], 3), sizes=sizes)
     assert torch.equal(gathered, torch.cat([numbers(q, sizes[q], 3) for q in range(n)]))
-    x, part = numbers(r, sum(sizes), 3), torch.empty(sizes[r], 3)
-    c.reduce_scatterv(part, x, sizes=sizes)
-    assert torch.equal(part, summed(x)[start : start + sizes[r]])
-    whole = numbers(root, sum(sizes), 3)
-    c.scatter(part, whole if r == root else None, sizes, root=root)
-    assert torch.equal(part, whole[start : start + sizes[r]])
+    x, shard = numbers(r, sum(sizes), 3), torch.empty(sizes[r], 3)
+    c.reduce_scatterv(shard, x, sizes=sizes)
+    assert torch.equal(shard, summed(x)[start : start + sizes[r]])
+    full = numbers(root, sum(sizes), 3)
+    c.scatter(shard, full if r == root else None, sizes, root=root)
+    assert torch.equal(shard, full[start : start + sizes[r]])
 
 
 def point_to_point(c: PyNcclCommunicator, r: int, n: int) -> None:
-    """Everybody with everybody, in a group; and as one launch of torch's P2POps."""
+    """All pairs of ranks in a group, and one launch of torch's P2POps."""
     right, left = (r + 1) % n, (r - 1) % n
     send, recv = numbers(r, n, 5), torch.empty(n, 5)
     expected = torch.stack([numbers(q, n, 5)[r] for q in range(n)])
@@ -93,23 +93,23 @@ BAD: list[tuple[Callable[[PyNcclCommunicator, torch.Tensor, int], Any], str]] = 
     (lambda c, x, n: c.all_reduce(x, op=ReduceOp.BAND), "ValueError: Unsupported op"),
     (lambda c, x, n: c.all_reduce(x.to(torch.complex64)), "complex64"),
     (lambda c, x, n: c.all_reduce([1.0]), "expected a torch tensor"),
-    (lambda c, x, n: c.all_reduce(torch.zeros(4, 4)[:, :2]), "is not contiguous, and NCCL would move other memory"),
+    (lambda c, x, n: c.all_reduce(torch.zeros(4, 4)[:, :2]), "is not contiguous, so NCCL would access memory"),
     (lambda c, x, n: c.all_reduce(torch.zeros(2, 2).t(), torch.zeros(2, 2)), "strides"),
     (lambda c, x, n: c.all_gatherv(torch.zeros(4, 1), x, [1]), "sizes has 1 entries"),
-    (lambda c, x, n: c.group_end(), "no group_start()"),
+    (lambda c, x, n: c.group_end(), "without group_start()"),
 ]
 
 
-def bad_input(c: PyNcclCommunicator, r: int, n: int) -> None:
-    for number, (call, said) in enumerate(BAD):
+def invalid_arguments(c: PyNcclCommunicator, r: int, n: int) -> None:
+    for number, (call, message) in enumerate(BAD):
         with pytest.raises((TypeError, ValueError, RuntimeError)) as caught:
             call(c, torch.zeros(4), n)
         text = f"{caught.typename}: {caught.value}"
-        assert said in text and "\n" not in text, number
+        assert message in text and "\n" not in text, number
     assert c.all_reduce(torch.ones(1)).item() == n  # none of them reached NCCL
 
 
-def of_sglang(world: PyNcclCommunicator, r: int, n: int) -> None:
+def sglang_methods(world: PyNcclCommunicator, r: int, n: int) -> None:
     c = sglang.PyNcclCommunicator(dist.group.WORLD, CPU)
     x = numbers(r, 2 * n, 3)
     total = summed(x)
@@ -119,11 +119,11 @@ def of_sglang(world: PyNcclCommunicator, r: int, n: int) -> None:
     with c.change_state(enable=True):
         assert torch.equal(c.outplace_all_reduce(x), total)
         sizes = [1] * (n - 1) + [n + 1]
-        part, whole, swapped = torch.empty(sizes[r], 3), torch.empty(2 * n, 3), torch.empty_like(x)
-        c.reduce_scatter(part, x, sizes=sizes)
-        assert torch.equal(part, total[r : r + sizes[r]])
-        c.all_gather(whole, part, sizes)
-        assert torch.equal(whole, total)
+        shard, full, swapped = torch.empty(sizes[r], 3), torch.empty(2 * n, 3), torch.empty_like(x)
+        c.reduce_scatter(shard, x, sizes=sizes)
+        assert torch.equal(shard, total[r : r + sizes[r]])
+        c.all_gather(full, shard, sizes)
+        assert torch.equal(full, total)
         c.all_to_all_single(swapped, x)
         assert torch.equal(swapped, torch.cat([numbers(q, 2 * n, 3)[2 * r : 2 * r + 2] for q in range(n)]))
         c.all_reduce(x)
@@ -132,11 +132,11 @@ def of_sglang(world: PyNcclCommunicator, r: int, n: int) -> None:
     c.destroy()
 
 
-def ends(c: PyNcclCommunicator, r: int, n: int) -> None:
+def disable_and_destroy(c: PyNcclCommunicator, r: int, n: int) -> None:
     x = torch.ones(2)
     c.disabled = True
     assert c.all_reduce(x) is None
-    c.send(x, 99)  # to nobody: nothing is done
+    c.send(x, 99)  # ignored although the rank does not exist
     c.disabled = False
     for call in (c.suspend, c.suspend, c.resume, c.resume):
         call()
@@ -152,7 +152,7 @@ def ends(c: PyNcclCommunicator, r: int, n: int) -> None:
     assert (c.available, c.disabled, c.communicator) == (False, True, None) and not c.comm
     with pytest.raises(RuntimeError, match=r"was destroyed|there is no communicator"):
         c.all_reduce(x)
-    # By the raw function, which the communicator has to know of: it would end it once more.
+    # After the raw ncclCommDestroy, the communicator must know that it has ended, and not end it again.
     c = PyNcclCommunicator(dist.group.WORLD, CPU)
     made = c.communicator
     c.nccl.ncclCommDestroy(c.comm)
@@ -160,12 +160,12 @@ def ends(c: PyNcclCommunicator, r: int, n: int) -> None:
 
 
 def program(comm: Communicator, path: str) -> None:
-    with gloo(comm, path):
+    with gloo_group(comm, path):
         c = PyNcclCommunicator(dist.group.WORLD, CPU)
-        for body in (collectives, uneven, point_to_point, bad_input, of_sglang, ends):
+        for body in (collectives, uneven, point_to_point, invalid_arguments, sglang_methods, disable_and_destroy):
             body(c, comm.rank, comm.size)
 
 
 @each_size
-def test_a_program_of_theirs_gets_what_gloo_gives(ranks: RankPool, n: int, tmp_path: Path) -> None:
+def test_vllm_and_sglang_programs_match_gloo(ranks: RankPool, n: int, tmp_path: Path) -> None:
     ranks.run(n, program, str(tmp_path / "store"))

@@ -1,4 +1,4 @@
-"""Config structs carry the size and version of the loaded library, and a field that it lacks is refused."""
+"""Config structs have the size and version of the loaded library; fields that it lacks raise an error."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import pynccl
 from pynccl import CollConfig, CommConfig
 from pynccl.bindings import abi
 
-# A library newer than the header is given the header's struct.
-GIVEN = {(2, 18, 3): (48, 21803), (2, 27, 7): (72, 22707), (2, 32, 3): (120, 23203), (2, 40, 1): (120, 23203)}
+# Version -> struct size and version code. A library newer than the header gets the header's struct.
+EXPECTED = {(2, 18, 3): (48, 21803), (2, 27, 7): (72, 22707), (2, 32, 3): (120, 23203), (2, 40, 1): (120, 23203)}
 
 
-def test_a_library_is_given_its_own_size_and_version() -> None:
-    for version, (size, code) in GIVEN.items():
+def test_config_has_struct_size_and_version_of_library() -> None:
+    for version, (size, code) in EXPECTED.items():
         stub = Stub(version)
         pynccl.Communicator.init(3, bytes(128), 2, config=CommConfig(max_ctas=4), library=stub.cpu_library)
         struct, init = stub.calls()[-2:]
@@ -26,20 +26,20 @@ SEND, RECV, SMALL = (1 << 20, 8, "float32"), (1 << 30, 8, "float32"), (1 << 30, 
 PART = (1 << 20, 2, "float32")
 
 
-def test_a_field_that_the_library_lacks_is_refused() -> None:
+def test_config_field_unknown_to_library_raises() -> None:
     stub = Stub((2, 21, 5))
     with pytest.raises(pynccl.NcclVersionError) as caught:
         pynccl.Communicator.init(2, bytes(128), 0, config=CommConfig(comm_name="tp"), library=stub.cpu_library)
-    said = "CommConfig.comm_name needs NCCL >= 2.27; loaded 2.21.5 from {}; leave it None"
-    assert str(caught.value) == said.format(stub.path) and "ncclCommInitRankConfig" not in stub.names()
+    message = "CommConfig.comm_name needs NCCL >= 2.27; loaded 2.21.5 from {}; leave it None"
+    assert str(caught.value) == message.format(stub.path) and "ncclCommInitRankConfig" not in stub.names()
     stub = Stub((2, 31, 2))
     with pytest.raises(pynccl.NcclVersionError) as caught:
         stub.comm().all_reduce(SEND, RECV, stream=0, config=CollConfig(launch_completion_event=64))
-    said = "CollConfig.launch_completion_event needs NCCL >= 2.32; loaded 2.31.2 from {}; leave it None"
-    assert str(caught.value) == said.format(stub.path) and stub.names() == []
+    message = "CollConfig.launch_completion_event needs NCCL >= 2.32; loaded 2.31.2 from {}; leave it None"
+    assert str(caught.value) == message.format(stub.path) and stub.names() == []
 
 
-COLLECTIVES: dict[str, tuple[str, tuple[object, ...], int]] = {  # C function, arguments, count that arrives
+COLLECTIVES: dict[str, tuple[str, tuple[object, ...], int]] = {  # C function, arguments, expected count
     "all_reduce": ("ncclAllReduceConfig", (SEND, RECV), 8),
     "broadcast": ("ncclBroadcastConfig", (SEND, RECV), 8),
     "reduce": ("ncclReduceConfig", (SEND, RECV), 8),
@@ -52,7 +52,7 @@ COLLECTIVES: dict[str, tuple[str, tuple[object, ...], int]] = {  # C function, a
 
 
 @pytest.mark.parametrize("operation", COLLECTIVES)
-def test_a_collective_config_reaches_every_collective_of_a_library_that_has_it(operation: str) -> None:
+def test_coll_config_reaches_every_collective(operation: str) -> None:
     function, args, count = COLLECTIVES[operation]
     config = CollConfig(max_ctas=2, alg_selection="NVLS", user_profiler_tag=7)
     old = Stub((2, 28, 9))

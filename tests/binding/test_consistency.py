@@ -1,4 +1,4 @@
-"""PYNCCL_CHECK=1: ranks whose calls disagree all hear of it, with both calls and the lines they were made from."""
+"""PYNCCL_CHECK=1: mismatched calls raise on every rank, with both calls and their source lines."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ import pynccl
 from pynccl import Communicator
 
 
-def checked(comm: Communicator) -> Communicator:
-    """A communicator of the same ranks, made with the check on."""
+def split_with_check(comm: Communicator) -> Communicator:
+    """Return a communicator of the same ranks, created with PYNCCL_CHECK=1."""
     os.environ["PYNCCL_CHECK"] = "1"
-    own = comm.split(0)
-    assert own is not None and own.checking
-    return own
+    child = comm.split(0)
+    assert child is not None and child.checking
+    return child
 
 
 F = torch.ones(4)
 Call = Callable[[Communicator], Any]
-# What rank 1 calls and how the message has it; the same of the others.
+# The call of rank 1 and its text in the message, then the same for the other ranks.
 DISAGREEMENTS: list[tuple[Call, str, Call, str]] = [
     (
         lambda c: c.all_reduce(F), "all_reduce(count=4, FLOAT32, SUM)",
@@ -48,23 +48,23 @@ DISAGREEMENTS: list[tuple[Call, str, Call, str]] = [
 ]  # fmt: skip
 
 
-def disagree(comm: Communicator) -> list[str]:
-    own, messages = checked(comm), []
-    x = torch.tensor(float(own.rank))
+def mismatched_calls(comm: Communicator) -> list[str]:
+    child, messages = split_with_check(comm), []
+    x = torch.tensor(float(child.rank))
     for of_rank_1, _, of_the_others, _ in DISAGREEMENTS:
         with pytest.raises(pynccl.NcclInvalidUsage) as caught:
-            (of_rank_1 if own.rank == 1 else of_the_others)(own)
+            (of_rank_1 if child.rank == 1 else of_the_others)(child)
         messages.append(str(caught.value))
         with pytest.raises(pynccl.NcclInvalidUsage):
-            own.all_reduce(x, x, op="min" if own.rank else "max")
-        assert x.item() == own.rank  # nothing was launched
-        assert own.all_reduce(x).item() == own.size * (own.size - 1) / 2  # and the communicator stays usable
-    own.destroy()
+            child.all_reduce(x, x, op="min" if child.rank else "max")
+        assert x.item() == child.rank  # nothing was launched
+        assert child.all_reduce(x).item() == child.size * (child.size - 1) / 2  # the communicator stays usable
+    child.destroy()
     return messages
 
 
-def test_a_disagreement_is_shown_to_every_rank(ranks: RankPool) -> None:
-    for rank, messages in enumerate(ranks.run(3, disagree)):
+def test_mismatch_is_raised_on_every_rank(ranks: RankPool) -> None:
+    for rank, messages in enumerate(ranks.run(3, mismatched_calls)):
         for message, (_, ours, _, theirs) in zip(messages, DISAGREEMENTS, strict=True):
             assert "the ranks of this communicator disagree (PYNCCL_CHECK=1)" in message
             shown = dict(re.findall(r"rank (\d): (.*) at .*test_consistency\.py:\d+", message))
@@ -74,62 +74,62 @@ def test_a_disagreement_is_shown_to_every_rank(ranks: RankPool) -> None:
             assert "every rank must make the same collective calls in the same order" in message
 
 
-def agree(comm: Communicator) -> None:
+def matching_calls(comm: Communicator) -> None:
     n = comm.size
-    own, other = checked(comm), checked(comm)
-    x = torch.full((4,), float(own.rank + 1))
-    received = torch.zeros(own.rank + 1)
+    child, other = split_with_check(comm), split_with_check(comm)
+    x = torch.full((4,), float(child.rank + 1))
+    received = torch.zeros(child.rank + 1)
     with pynccl.group():
-        total = own.all_reduce(x)
-        most = other.all_reduce(x, op="max")
-        # Sends and receives differ from rank to rank, and are not compared.
-        own.send(torch.ones((own.rank + 1) % n + 1), (own.rank + 1) % n)
-        own.recv(received, (own.rank - 1) % n)
-    assert received.tolist() == [1.0] * (own.rank + 1)
-    assert (total[0].item(), most[0].item()) == (n * (n + 1) / 2, n)
-    assert (own.gather(x, root=1) is None) == (own.rank != 1)
+        total = child.all_reduce(x)
+        maximum = other.all_reduce(x, op="max")
+        # Sends and receives differ by rank and are not compared.
+        child.send(torch.ones((child.rank + 1) % n + 1), (child.rank + 1) % n)
+        child.recv(received, (child.rank - 1) % n)
+    assert received.tolist() == [1.0] * (child.rank + 1)
+    assert (total[0].item(), maximum[0].item()) == (n * (n + 1) / 2, n)
+    assert (child.gather(x, root=1) is None) == (child.rank != 1)
     other.destroy()
-    own.destroy()
+    child.destroy()
 
 
 @each_size
-def test_calls_that_agree_are_left_alone(ranks: RankPool, n: int) -> None:
-    ranks.run(n, agree)
+def test_matching_calls_pass(ranks: RankPool, n: int) -> None:
+    ranks.run(n, matching_calls)
 
 
-# In the capture of a CUDA graph
+# During CUDA graph capture
 
 X, Y = (1 << 20, 12, "float32"), (1 << 30, 12, "float32")
 CAPTURED = 0xCAFE  # the stream that is captured
 
 
-def test_what_waits_is_refused_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocking_calls_raise_during_graph_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     from cuda.bindings import driver
 
     monkeypatch.setenv("PYNCCL_CHECK", "1")
-    answers = {CAPTURED: (0, 1)}  # of the driver: (result, capture status)
+    answers = {CAPTURED: (0, 1)}  # stream -> the driver's (result, capture status)
     monkeypatch.setattr("pynccl.comm.consistency.gpu_count", lambda: 1)
     monkeypatch.setattr(driver, "cuStreamIsCapturing", lambda stream: answers.get(int(stream), (0, 0)))
     stub = Stub()
     comm = stub.comm()
     plan = comm.plan.all_reduce(X, Y, stream=0)
-    said = (
-        r"^all_reduce\(count=12, FLOAT32, SUM\) with PYNCCL_CHECK=1 in the capture of a CUDA graph: it waits .*nothing "
-        "was done. Compare the calls outside the capture"
+    message = (
+        r"^all_reduce\(count=12, FLOAT32, SUM\) with PYNCCL_CHECK=1 cannot run during CUDA graph capture: it .*nothing "
+        "was launched. Compare the calls outside the capture"
     )
 
     for call in (lambda: comm.all_reduce(X, Y, stream=CAPTURED), lambda: plan(CAPTURED)):
-        with pytest.raises(pynccl.NcclInvalidUsage, match=said):
+        with pytest.raises(pynccl.NcclInvalidUsage, match=message):
             call()
     assert stub.names() == []
-    comm.send(X, 0, stream=CAPTURED)  # which is not compared
+    comm.send(X, 0, stream=CAPTURED)  # not compared, so it is allowed
     assert stub.names() == ["ncclSend"]
     stub.clear()
-    answers[0] = (906, 0)  # of a stream that blocks the default one
-    with pytest.raises(pynccl.NcclInvalidUsage, match=r"^barrier\(\) in the capture .*before the capture or after"):
+    answers[0] = (906, 0)  # error for the default stream while another stream is captured
+    with pytest.raises(pynccl.NcclInvalidUsage, match=r"^barrier\(\) cannot run during .*before the capture or after"):
         comm.barrier()
-    with pytest.raises(pynccl.NcclInvalidUsage, match=r"^split\(\) with PYNCCL_CHECK=1 in the capture"):
+    with pytest.raises(pynccl.NcclInvalidUsage, match=r"^split\(\) with PYNCCL_CHECK=1 cannot run during CUDA"):
         comm.split(0)
-    assert stub.names() == [] and comm._scratch is None
+    assert stub.names() == [] and comm._scratch_memory is None
     answers[0] = (0, 1)
-    Stub().comm(cpu=True).barrier()  # the host library knows no captures
+    Stub().comm(cpu=True).barrier()  # the host library has no captures

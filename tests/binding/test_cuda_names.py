@@ -1,4 +1,4 @@
-"""Every name of CUDA's Python packages and of torch.cuda that is used here exists in the supported versions."""
+"""Every name of CUDA's Python packages and of torch.cuda that this project uses exists in the supported versions."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from pynccl.interop.devices import import_remedy
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = [path for folder in ("pynccl", "autograd", "scripts", "tests/gpu") for path in (ROOT / folder).rglob("*.py")]
-# Expressions that are an object of cuda.core in the files that have to do with it.
+# Expressions that are objects of cuda.core in FILES_OF_CORE.
 OBJECTS = ("self.core", "self._core", "self._event", "event.core", "end.core", "core", "other", "core_device", "device")
 FILES_OF_CORE = ("devices.py", "holding.py", "scratch.py", "streams.py")
 
 
 def dotted(node: ast.AST) -> str:
-    """torch.cuda.f for torch.cuda.f, torch.cuda.f() and sys.modules["torch"].cuda.f; calls are "()"."""
+    """Return the dotted name of an expression; calls are "()", and sys.modules["torch"] is torch."""
     if isinstance(node, ast.Attribute):
         return f"{dotted(node.value)}.{node.attr}"
     if isinstance(node, ast.Call):
@@ -37,9 +37,9 @@ def dotted(node: ast.AST) -> str:
 
 
 def names_in(path: Path) -> Iterator[str]:
-    """cuda.core.Stream.from_handle, cuda.bindings.driver.cuInit, torch.cuda.Event, ... as a file uses them.
+    """Yield the names that a file uses, such as cuda.core.Stream.from_handle and cuda.bindings.driver.cuInit.
 
-    An attribute of an object of cuda.core is cuda.core.*.record: of one class or another."""
+    An attribute of an object of cuda.core, whose class is unknown, is yielded as cuda.core.*.record."""
     text = path.read_text()
     if "cuda" not in text and path.name not in FILES_OF_CORE:
         return
@@ -69,7 +69,7 @@ def names_in(path: Path) -> Iterator[str]:
 
 
 def table() -> set[str]:
-    """The names without arguments, and for an object's attribute also cuda.core.*.name."""
+    """Return the names of the table without arguments, and cuda.core.*.name for attributes."""
     core = {f"cuda.core.{row.partition('(')[0]}" for row in CORE}
     core |= {name.rpartition(".")[0] for name in core if name.count(".") > 2}
     attributes = {f"cuda.core.*.{name.rpartition('.')[2]}" for name in core}
@@ -78,7 +78,7 @@ def table() -> set[str]:
     return core | attributes | others
 
 
-def test_every_name_that_is_used_is_in_the_table() -> None:
+def test_every_used_name_is_in_table() -> None:
     used = {name: path for path in SOURCES for name in names_in(path)}
     assert {"cuda.bindings.driver.cuStreamQuery", "cuda.core.Stream.from_handle", "cuda.core.*.is_done"} < set(used)
     assert {"torch.cuda.ExternalStream", "torch._C._cuda_getCurrentRawStream"} < set(used)
@@ -97,8 +97,8 @@ def absent(module: Any, row: str) -> bool:
     found = module
     for part in name.split("."):
         found = getattr(found, part, None)
-    given = {argument for argument in arguments.rstrip(")").split(",") if argument}
-    return found is None or bool(given and not given <= parameters(found))
+    argument_names = {argument for argument in arguments.rstrip(")").split(",") if argument}
+    return found is None or bool(argument_names and not argument_names <= parameters(found))
 
 
 def installed(name: str) -> str:
@@ -109,22 +109,22 @@ def installed(name: str) -> str:
 
 
 def without(prefix: str, version: str) -> set[str]:
-    """What `version` lacks by the table; a version that was not looked up: what the nearest one before it lacks."""
+    """Return the names that `version` lacks according to the table, or those of the last earlier version in it."""
     known = LOOKED_UP[prefix]
-    numbers = [tuple(map(int, one.split("."))) for one in known]
+    numbers = [tuple(map(int, version_text.split("."))) for version_text in known]
     here = tuple(int(part) for part in version.split("+")[0].split(".")[:3])
-    nearest = known[max((i for i, one in enumerate(numbers) if one <= here), default=0)]
+    nearest = known[max((i for i, number in enumerate(numbers) if number <= here), default=0)]
     return {name for name, (versions, _) in ABSENT.items() if name.startswith(prefix) and nearest in versions}
 
 
-def test_cuda_core_has_what_the_table_says() -> None:
+def test_cuda_core_matches_table() -> None:
     lacking = without("cuda.core", installed("cuda-core"))
     module = importlib.import_module("cuda.core")
     assert {f"cuda.core.{row}" for row in CORE if absent(module, row)} == lacking
-    assert len(lacking) == 1  # one of the two spellings of an event's timing
+    assert len(lacking) == 1  # one of the two names of the timing option of events
 
 
-def test_cuda_bindings_have_what_the_table_says() -> None:
+def test_cuda_bindings_match_table() -> None:
     lacking = without("cuda.bindings", installed("cuda-bindings"))
     for name in ("driver", "nvml"):
         if find_spec(f"cuda.bindings.{name}") is None:
@@ -135,7 +135,7 @@ def test_cuda_bindings_have_what_the_table_says() -> None:
         assert not [row for row in rows if absent(module, row)]
 
 
-def test_torch_has_what_the_table_says() -> None:
+def test_torch_matches_table() -> None:
     stubs = (Path(torch.__file__).parent / "_C" / "__init__.pyi").read_text()  # for builds with CUDA and without
     missing = [
         row
@@ -145,7 +145,7 @@ def test_torch_has_what_the_table_says() -> None:
     assert not missing
 
 
-def test_broken_pairs_are_told_what_to_install() -> None:
+def test_broken_version_pairs_get_install_command() -> None:
     for core, bindings in BROKEN_PAIRS:
         assert import_remedy(core, bindings).startswith("pip install 'cuda-core>=1.0.1'")
     assert "'cuda-bindings==12.*'" in import_remedy("0.5.0", "12.9.0")

@@ -1,13 +1,13 @@
-"""A call that outlives its deadline is left behind in its thread; the end of the process waits for it, not for long."""
+"""A call that exceeds its deadline is abandoned in its thread; the process waits for it at exit, but not for long."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from processes import A_FORK_WITH_THREADS, process
+from processes import IGNORE_FORK_WARNING, process
 
-# Sleeps in Python where a call of NCCL would be in C, so that its return can be seen.
+# A call that sleeps in Python instead of in NCCL, so that it can print when it returns.
 SLOW = """
 import time
 from pynccl.bindings import workers
@@ -32,23 +32,23 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.parametrize(
-    ("source", "says"),
+    ("source", "output"),
     [(BY_DEADLINE, "slow did not return within 0 s (timeout=0.05)"), (BY_INTERRUPT, "interrupted")],
     ids=["deadline", "interrupt"],
 )
-def test_a_call_that_was_left_behind_is_waited_for_at_the_end(tmp_path: Path, source: str, says: str) -> None:
+def test_exit_waits_for_abandoned_call(tmp_path: Path, source: str, output: str) -> None:
     ended = process(tmp_path, SLOW + source)
-    assert (ended.code, ended.out, ended.err) == (0, f"{says}\ncame back\n", "")
+    assert (ended.code, ended.out, ended.err) == (0, f"{output}\ncame back\n", "")
 
 
-def test_a_call_that_does_not_come_back_does_not_hold_up_the_end_for_long(tmp_path: Path) -> None:
+def test_exit_wait_for_abandoned_call_is_limited(tmp_path: Path) -> None:
     source = "workers.LEFT_BEHIND_SECONDS = 0.2\ndef stuck():\n    slow(60)\n"
     ended = process(tmp_path, SLOW + source + BY_DEADLINE.replace("slow,", "stuck,"))
     assert (ended.code, ended.err) == (0, "") and "came back" not in ended.out
     assert ended.seconds < 30
 
 
-def test_a_forked_child_waits_for_no_call_of_its_parent(tmp_path: Path) -> None:
+def test_forked_child_does_not_wait_for_parent_calls(tmp_path: Path) -> None:
     source = """
 child = os.fork()
 if not child:
@@ -56,5 +56,5 @@ if not child:
     sys.exit(0)
 os.waitpid(child, 0)
 """
-    ended = process(tmp_path, SLOW + BY_DEADLINE + source, *A_FORK_WITH_THREADS)
+    ended = process(tmp_path, SLOW + BY_DEADLINE + source, *IGNORE_FORK_WARNING)
     assert ended.code == 0 and ended.out.splitlines()[1:] == ["under way in the child: 0", "came back"]

@@ -1,6 +1,6 @@
-"""The GPU that a call needs is current for its time only, in any thread; "cuda" is the one that is current already.
+"""A call makes its GPU current only while it runs, in any thread; "cuda" means the current GPU.
 
-The real cuda.core runs here over a stub driver, which is as strict about contexts as NVIDIA's."""
+The real cuda.core runs over a stub driver that is as strict about contexts as NVIDIA's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(
     not find_spec("cuda") or not find_spec("cuda.core"), reason="cuda-core is not installed"
 )
 
-# Each runs in a process of its own, behind stub_driver's PRELUDE.
+# Each runs in its own process, after stub_driver's PRELUDE.
 CASES = {
     "the callers gpu is current again after every call, and after an error": """
 start = 1
@@ -31,11 +31,11 @@ CALLS = {
 for start in (1, 0):
     for name, call in CALLS.items():
         make_current(start)
-        comm._scratch = None
+        comm._scratch_memory = None
         call()
         assert current() == start, f"{name} leaves {current()} current, not {start}"
-for name, call in CALLS.items():  # a thread without any
-    comm._scratch = None
+for name, call in CALLS.items():  # in a thread without a context
+    comm._scratch_memory = None
     in_a_thread(call)
 stub.fail("ncclMemAlloc", 1)
 for call in (
@@ -43,14 +43,14 @@ for call in (
     lambda: pynccl.create_stream(7, library=library),
     lambda: pynccl.mem_alloc(4, device=1, library=library),
 ):
-    error = refused(call, ValueError, pynccl.NcclError)
+    error = raised_by(call, ValueError, pynccl.NcclError)
     assert current() == 0, f"{current()} after {error}"
 """,
     "streams and events work with another gpu current and in a thread without a context": """
 make_current(0)
 here, there = (pynccl.create_stream(i, library=library) for i in (0, 1))
 timed = [pynccl.create_event(1, timing=True, library=library) for _ in range(2)]
-class Torchs:  # its stream says which GPU it is of, which matters for the default stream
+class TorchStream:  # like torch's: has the index of its GPU, which matters for the default stream
     cuda_stream, device_index = 0, 1
 def work():
     there.record(timed[0])
@@ -58,7 +58,7 @@ def work():
     assert timed[0].elapsed_time(timed[1]) == 1 and timed[1].query() and there.query()
     here.wait(there)
     here.wait(there.record())
-    here.wait(Torchs())
+    here.wait(TorchStream())
     pynccl.current_stream(1, library=library).wait(pynccl.current_stream(0, library=library))
     there.synchronize()
     pynccl.create_stream(1, library=library).close()
@@ -68,7 +68,7 @@ for ordinal in (0, 1):
     assert current() == ordinal
 in_a_thread(work)
 """,
-    # Which has the handle 0, as cuda.core says of a stream that was closed.
+    # cuda.core reports handle 0 for a closed stream, which is also the handle of the default stream.
     "a closed stream is not the default stream": """
 comm = stub.comm()
 raw = (4096, 2, "float32")
@@ -80,7 +80,7 @@ for call in (
     lambda: comm.all_reduce(raw, raw, stream=stream), lambda: other.wait(stream), lambda: stream.wait(other),
     stream.record, stream.query, stream.synchronize, lambda: stream.handle,
 ):
-    assert "this stream is closed" in str(refused(call, pynccl.NcclInvalidUsage))
+    assert "this stream is closed" in str(raised_by(call, pynccl.NcclInvalidUsage))
 assert not stub.calls()
 """,
     "cuda is the current gpu and in a launch the local ranks": """
@@ -96,26 +96,26 @@ for name in ("cuda", None):
 make_current(None)
 assert devices.device_ordinal("cuda") == 0
 assert join.default_device(library, "cuda:0", 1) == "cuda:0" and join.default_device(library, 0, 1) == 0
-for call, said in (
+for call, message in (
     (lambda: pynccl.create_stream("cpu", library=library), "'cpu', expected a GPU"),
-    (lambda: join.default_device(library, "cuda", 2), "sees 2 GPUs"),
+    (lambda: join.default_device(library, "cuda", 2), "sees only 2 GPUs"),
 ):
-    assert said in str(refused(call, ValueError))
+    assert message in str(raised_by(call, ValueError))
 """,
 }
 
 
-def test_calls_keep_to_the_gpus_that_they_are_for() -> None:
+def test_calls_use_their_gpu_and_restore_the_current_one() -> None:
     failed = failures_over_driver(CASES)
     assert not failed, failed
 
 
-def test_a_cuda_core_that_cannot_be_imported_is_named_with_the_bindings_and_the_remedy(tmp_path: Path) -> None:
+def test_broken_cuda_core_error_names_versions_and_remedy(tmp_path: Path) -> None:
     over_driver(
         """
 comm = stub.comm()
 for call in (lambda: pynccl.create_stream(0, library=library), comm.barrier):
-    first, second = str(refused(call, ImportError)).splitlines()
+    first, second = str(raised_by(call, ImportError)).splitlines()
     assert first.startswith("cuda-core 1.0.0 with cuda-bindings 13.0.3 cannot be imported: cuda.bindings."), first
     assert second.startswith("  pip install 'cuda-core>=1.0.1'"), second
 """,

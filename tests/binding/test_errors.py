@@ -1,4 +1,4 @@
-"""Every result code is an exception of its own that says what was called, why it failed, and what to do."""
+"""Every result code has its own exception, which says what was called, why it failed, and what to do."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ CLASSES = {
 
 
 @pytest.mark.parametrize("code", [code for code in Result if code])
-def test_a_code_is_an_exception_that_carries_it_between_processes_too(code: Result) -> None:
+def test_result_code_exception_survives_pickling(code: Result) -> None:
     error = from_result(code, "all_reduce(count=4)", "NCCL's reason", "NCCL's last error")
     ours, builtin = CLASSES[code]
-    for one in (error, pickle.loads(pickle.dumps(error))):
-        assert type(one) is ours and isinstance(one, builtin)
-        assert one.code is code
-        call, detail, remedy = str(one).splitlines()
+    for copied in (error, pickle.loads(pickle.dumps(error))):
+        assert type(copied) is ours and isinstance(copied, builtin)
+        assert copied.code is code
+        call, detail, remedy = str(copied).splitlines()
         assert call == f"all_reduce(count=4) failed: NCCL's reason ({code.name})"
         assert detail == "  last error: NCCL's last error"
         assert len(remedy) > 20
 
 
-def test_a_code_of_a_later_nccl_is_still_an_error() -> None:
+def test_unknown_result_code_is_nccl_error() -> None:
     error = from_result(77, "ncclCommInitRank", "unknown")
     assert type(error) is pynccl.NcclError and error.code is None
     assert "code 77" in str(error) and "last error" not in str(error)

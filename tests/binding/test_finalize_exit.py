@@ -1,6 +1,6 @@
-"""No communicator keeps a process from ending, nor lives on in a forked child.
+"""Communicators neither keep a process from exiting nor stay usable in a forked child.
 
-What happens at the end of a process is seen in a process of its own, by what its standard error and its stub's log say.
+Each test of process exit runs in its own process, which is checked by its stderr and the log of its stub.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import re
 from pathlib import Path
 
 import pytest
-from processes import A_FORK_WITH_THREADS, DESTROYED, process
+from processes import DESTROYED, IGNORE_FORK_WARNING, process
 
-# source, exit code, what its standard error is, its calls in whatever order
+# source, exit code, pattern of stderr, C calls in any order
 EXITS: dict[str, tuple[str, int, str, list[str]]] = {
-    "what is open is destroyed, and what was closed is silent": (
+    "open communicators are destroyed": (
         "a, b = make(0), make(1); b.destroy(); make(2).abort(); gc.collect()\n",
         0,
         "",
@@ -25,13 +25,13 @@ EXITS: dict[str, tuple[str, int, str, list[str]]] = {
         r"Traceback((?!Traceback).)*KeyError: 'mine'\n",
         ["ncclCommAbort"],
     ),
-    "a failure to close is told and the rest is closed": (
+    "a failed destroy is reported and the rest is destroyed": (
         'a, b = make(0), make(1)\nstub.stub_rule(0, b"ncclCommDestroy", 5)\n',
         0,
         r"(?=.*ncclCommDestroy on rank 1 of 4 failed: invalid usage)(pynccl: closing <pynccl\.Communicator rank .*){2}",
         DESTROYED * 2,
     ),
-    "a peer that does not come along does not hold it up": (
+    "a hanging finalize does not block the exit": (
         """
 from pynccl.comm import finalize
 finalize.EXIT_SECONDS = 0.3
@@ -42,7 +42,7 @@ stub.stub_rule(1, b"ncclCommFinalize", 1000 * 300)
         r"pynccl: 1 open communicators did not close within 0\.3 s\n",
         DESTROYED[:2],
     ),
-    "one that was collected is a warning, and is aborted here but not by the collector": (
+    "a garbage-collected communicator warns and is aborted at exit": (
         """
 def leak():
     make(2)
@@ -59,10 +59,10 @@ assert stub.stub_record().split()[0] == b"ncclCommInitRank" and len(stub.stub_re
 
 
 @pytest.mark.parametrize("end", EXITS)
-def test_an_exit(tmp_path: Path, end: str) -> None:
-    source, code, says, calls = EXITS[end]
+def test_open_communicators_at_exit(tmp_path: Path, end: str) -> None:
+    source, code, stderr, calls = EXITS[end]
     ended = process(tmp_path, source)
-    assert re.fullmatch(says, ended.err, re.DOTALL), ended.err
+    assert re.fullmatch(stderr, ended.err, re.DOTALL), ended.err
     assert (ended.code, sorted(ended.calls)) == (code, sorted(calls))
 
 
@@ -73,10 +73,10 @@ comm = make()
 plan = comm.plan.all_reduce(X, Y, stream=0)
 held, forked = threading.Event(), threading.Event()
 def hold():
-    with comm.lock:
+    with comm._lock:
         held.set()
         forked.wait()
-threading.Thread(target=hold, daemon=True).start()  # as a thread does that is in a call: it has no twin in the child
+threading.Thread(target=hold, daemon=True).start()  # like a thread inside a call, which does not exist in the child
 held.wait()
 child = os.fork()
 if not child:
@@ -96,10 +96,12 @@ print("parent", stub.stub_record().decode().split()[0], flush=True)
 """
 
 
-def test_a_forked_child_has_no_communicator_and_its_parent_goes_on(tmp_path: Path) -> None:
-    ended = process(tmp_path, FORK, *A_FORK_WITH_THREADS)
-    said = "this communicator (rank 1 of 4 on cuda:0) was inherited through a fork, where NCCL cannot work; make a new "
-    assert ended.out.count(said) == 5
+def test_communicator_is_unusable_in_forked_child(tmp_path: Path) -> None:
+    ended = process(tmp_path, FORK, *IGNORE_FORK_WARNING)
+    message = (
+        "this communicator (rank 1 of 4 on cuda:0) was inherited through a fork, where NCCL cannot work; make a new "
+    )
+    assert ended.out.count(message) == 5
     assert "parent ncclAllReduce" in ended.out
     assert (ended.code, ended.err) == (0, "")
-    assert ended.calls == ["ncclAllReduce", *DESTROYED]  # the child called nothing, at its exit neither
+    assert ended.calls == ["ncclAllReduce", *DESTROYED]  # the child called nothing, not even at exit

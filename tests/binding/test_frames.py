@@ -1,4 +1,4 @@
-"""The line that PYNCCL_CHECK=1 names is the user's, whatever lies between it and the call."""
+"""PYNCCL_CHECK=1 names the user's line, also through checkpoints and torch.func."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ import pynccl_autograd as ad
 from pynccl import Communicator
 
 
-def checked(comm: Communicator) -> Communicator:
+def split_with_check(comm: Communicator) -> Communicator:
     os.environ["PYNCCL_CHECK"] = "1"
-    own = comm.split(0)
-    assert own is not None and own.checking
-    return own
+    child = comm.split(0)
+    assert child is not None and child.checking
+    return child
 
 
 class Block(torch.nn.Module):
@@ -45,27 +45,27 @@ def through_torch_func(comm: Communicator, x: Tensor) -> Any:
     return torch.func.jvp(lambda t: ad.all_reduce(t, comm, grad="sum"), (x,), (x,))  # line of through_torch_func
 
 
-WAYS: dict[str, Callable[[Communicator, Tensor], Any]] = {
+CALLS: dict[str, Callable[[Communicator, Tensor], Any]] = {
     "Block": through_a_checkpoint,
     "through_torch_func": through_torch_func,
 }
 
 
-def disagree(comm: Communicator) -> dict[str, str]:
+def mismatched_calls(comm: Communicator) -> dict[str, str]:
     found = {}
-    with checked(comm) as own:
-        x = torch.ones(3 + own.rank)
-        for marker, call in WAYS.items():
+    with split_with_check(comm) as child:
+        x = torch.ones(3 + child.rank)
+        for marker, call in CALLS.items():
             with pytest.raises(pynccl.NcclInvalidUsage) as caught:
-                call(own, x)
+                call(child, x)
             found[marker] = str(caught.value)
     return found
 
 
-def test_the_line_is_the_users(ranks: RankPool) -> None:
+def test_mismatch_names_user_line(ranks: RankPool) -> None:
     here = Path(__file__)
     numbered = list(enumerate(here.read_text().splitlines(), 1))
-    for messages in ranks.run(2, disagree):
+    for messages in ranks.run(2, mismatched_calls):
         for marker, message in messages.items():
             expected = next(at for at, line in numbered if line.endswith(f"# line of {marker}"))
             sites = re.findall(r"at (\S+:\d+)$", message, re.MULTILINE)

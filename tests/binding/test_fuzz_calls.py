@@ -1,4 +1,4 @@
-"""Nonsense as an argument of any public call is refused clearly on all ranks, and nothing is launched or broken.
+"""Invalid arguments of any public call raise clear errors on all ranks, and the communicator stays usable.
 
 scripts/faults/fuzzer.py makes many more calls.
 """
@@ -11,9 +11,9 @@ from ranks import RankPool
 CALLS = 300
 
 
-def test_nonsense_is_refused_clearly(ranks: RankPool) -> None:
+def test_random_invalid_arguments_raise_clear_errors(ranks: RankPool) -> None:
     found = fuzz(ranks, range(CALLS), 2)
     assert sum(found.counts.values()) == CALLS
     assert found.counts["clear"] > CALLS / 3 and found.counts["right"] > 0
-    lines = [f"{one.outcome}: {one.text} (seed {one.seed}): {one.message}" for one in found.bad]
+    lines = [f"{record.outcome}: {record.text} (seed {record.seed}): {record.message}" for record in found.bad]
     assert not lines, "\n".join(lines)

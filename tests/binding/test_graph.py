@@ -1,4 +1,4 @@
-"""The plain calls know of no derivatives: a tensor that requires grad is refused under grad mode, never cut off."""
+"""The calls of pynccl have no derivatives: in grad mode they raise for tensors that require grad."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 import pynccl_autograd as ad
 from pynccl import Communicator
 
-COUNTS = [4, 2, 1, 1]  # this rank, number 1 of 4, has 2
+COUNTS = [4, 2, 1, 1]  # the rank of the test is 1
 
 # Calls with a tensor of 8 elements.
 CALLS: dict[str, Callable[[Communicator, Tensor], Any]] = {
@@ -41,20 +41,20 @@ def leaf() -> Tensor:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_tensor_that_requires_grad_is_refused_with_what_has_a_derivative(name: str) -> None:
+def test_tensor_requiring_grad_raises_and_names_differentiable_function(name: str) -> None:
     stub = Stub()
     comm, call, operation = stub.comm(4, 1, cpu=True), CALLS[name], name.split()[0]
     x = leaf()
-    for given in (x, x * 2):
+    for tensor in (x, x * 2):
         with pytest.raises(ValueError, match=rf"^{operation}: .*requires grad") as error:
-            call(comm, given)
+            call(comm, tensor)
         text = str(error.value)
         assert "x.detach()" in text and "torch.no_grad()" in text
         named = text.partition("pynccl_autograd.")[2].split()[0]
         assert named in ad.__all__
         assert named == operation.removesuffix("_v") or operation in ("send", "recv", "pre_mul_sum")
     assert stub.names() == []
-    for _ in range(2):  # calls that are remembered are made on a shorter way
+    for _ in range(2):  # the second call uses the cache of validated calls
         with torch.no_grad():
             call(comm, x)
         call(comm, x.detach())

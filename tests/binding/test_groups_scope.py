@@ -1,4 +1,4 @@
-"""A group takes the calls of its block: of its thread or task, and not those of a block that raised."""
+"""A group has the calls of its block in the same thread or task, except those of nested blocks that raised."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ START, END = "ncclGroupStart", "ncclGroupEnd"
 @pytest.fixture
 def stub() -> Iterator[Stub]:
     yield Stub()
-    assert not records  # every group was closed
+    assert not records  # all groups are closed
 
 
 def call(comm: Communicator, peer: int) -> None:
@@ -29,21 +29,21 @@ def call(comm: Communicator, peer: int) -> None:
 
 
 def peers(stub: Stub) -> list[Any]:
-    """What was launched: the peers of sends, in a list of their own where they were a group."""
+    """Return the peers of the launched sends; those of a group are a nested list."""
     found: list[Any] = []
     into = found
-    for one in stub.calls():
-        if one.name == START:
+    for recorded in stub.calls():
+        if recorded.name == START:
             into = []
-        elif one.name == END:
+        elif recorded.name == END:
             found.append(into)
             into = found
         else:
-            into.append(one.args["peer"])
+            into.append(recorded.args["peer"])
     return found
 
 
-def test_blocks_that_raise_take_their_calls_with_them(stub: Stub) -> None:
+def test_group_drops_calls_of_block_that_raised(stub: Stub) -> None:
     comm = stub.comm(cpu=True)
     with pynccl.group():
         call(comm, 0)
@@ -58,10 +58,10 @@ def test_blocks_that_raise_take_their_calls_with_them(stub: Stub) -> None:
     assert peers(stub) == [[0, 2]]
 
 
-def test_tasks_and_threads_have_groups_of_their_own(stub: Stub) -> None:
+def test_groups_are_per_task_and_thread(stub: Stub) -> None:
     comm = stub.comm(cpu=True)
 
-    async def one(first: int, there: asyncio.Event, turn: asyncio.Event) -> None:
+    async def task(first: int, there: asyncio.Event, turn: asyncio.Event) -> None:
         with pynccl.group():
             call(comm, first)
             there.set()
@@ -74,7 +74,7 @@ def test_tasks_and_threads_have_groups_of_their_own(stub: Stub) -> None:
 
     async def main() -> None:
         events = [asyncio.Event() for _ in range(4)]
-        tasks = [asyncio.create_task(one(2 * i, events[2 * i], events[2 * i + 1])) for i in range(2)]
+        tasks = [asyncio.create_task(task(2 * i, events[2 * i], events[2 * i + 1])) for i in range(2)]
         await events[0].wait()
         await events[2].wait()
         call(comm, 3)  # both are open

@@ -1,4 +1,4 @@
-"""Buffers may be dropped once the call has returned: the stream keeps them until it has run."""
+"""Callers may drop buffers when a call returns: the stream keeps them alive until the call has run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("unwatched")
 
 
 class Blocked:
-    """A host stream whose work waits until it is let go."""
+    """A host stream whose work is blocked until finish()."""
 
     def __init__(self) -> None:
         self.stream = HostStream()
@@ -43,7 +43,7 @@ def alive(references: list[Any]) -> list[bool]:
 
 
 WINDOW: Any = SimpleNamespace(handle=1, nbytes=64)
-# Calls on a stream, and how many of the tensors they use.
+# Number of tensors used, and a call on a stream.
 CALLS: dict[str, tuple[int, Callable[[Communicator, list[torch.Tensor], Any], Any]]] = {
     "all_reduce": (2, lambda comm, xs, at: comm.all_reduce(xs[0], xs[1], stream=at)),
     "send": (1, lambda comm, xs, at: comm.send(xs[0], 0, stream=at)),
@@ -56,7 +56,7 @@ CALLS: dict[str, tuple[int, Callable[[Communicator, list[torch.Tensor], Any], An
 }
 
 
-def test_a_host_stream_holds_the_buffers_until_it_has_run() -> None:
+def test_host_stream_keeps_buffers_alive_until_done() -> None:
     comm = Stub().comm(cpu=True)
     blocked, references = {}, {}
     for at, (name, (used, call)) in enumerate(CALLS.items()):
@@ -71,11 +71,11 @@ def test_a_host_stream_holds_the_buffers_until_it_has_run() -> None:
     assert [name for name, held in references.items() if any(alive(held))] == []
 
 
-# As on a GPU: cuda.core's streams and events, of which only the driver knows when they are done.
+# CUDA streams, with a fake of cuda.core's stream and events
 
 
 class Core:
-    """What CudaStream needs of cuda.core's stream; `passed` is the number of calls that have run."""
+    """The part of cuda.core's stream that CudaStream uses; `passed` is the number of calls that have run."""
 
     handle = 0xC0DE
 
@@ -106,7 +106,7 @@ def core(monkeypatch: pytest.MonkeyPatch) -> Core:
 
 
 class Buffer:
-    """Something that can be watched."""
+    """An object that supports weak references."""
 
 
 def issue(stream: CudaStream, core: Core) -> weakref.ref[Buffer]:
@@ -116,7 +116,7 @@ def issue(stream: CudaStream, core: Core) -> weakref.ref[Buffer]:
     return weakref.ref(buffer)
 
 
-def test_a_cuda_stream_lets_go_of_what_it_has_passed_and_asks_for_few_events(core: Core) -> None:
+def test_cuda_stream_releases_finished_buffers_with_few_events(core: Core) -> None:
     stream = CudaStream(core)
     references = [issue(stream, core) for _ in range(1000)]
     assert all(alive(references)) and core.records == 1
@@ -125,12 +125,12 @@ def test_a_cuda_stream_lets_go_of_what_it_has_passed_and_asks_for_few_events(cor
         issue(stream, core)
         core.passed = core.issued
     assert not any(alive(references))
-    most = 0
+    largest = 0
     for _ in range(2000):
         issue(stream, core)
         core.passed = core.issued - 3
-        most = max(most, len(stream._kept))
-    assert most < 12
+        largest = max(largest, len(stream._kept))
+    assert largest < 12
 
 
 def many_temporaries(comm: Communicator) -> None:
@@ -138,7 +138,7 @@ def many_temporaries(comm: Communicator) -> None:
     results = []
     for i in range(60):
         results.append((2.0 * i, comm.all_reduce(torch.full((20_000,), float(i)), stream=stream)))
-        torch.full((20_000,), -1.0)  # takes the memory that is free
+        torch.full((20_000,), -1.0)  # reuses freed memory
         with pynccl.group():
             comm.send(torch.full((20_000,), float(i)), 1 - comm.rank, stream=stream)
             results.append((float(i), comm.recv(torch.empty(20_000), 1 - comm.rank, stream=stream)))
@@ -146,5 +146,5 @@ def many_temporaries(comm: Communicator) -> None:
     assert all(bool((x == wanted).all()) for wanted, x in results)
 
 
-def test_temporaries_are_right_and_reach_the_other_rank(ranks: RankPool) -> None:
+def test_temporary_buffers_are_sent_correctly(ranks: RankPool) -> None:
     ranks.run(2, many_temporaries)

@@ -1,4 +1,4 @@
-"""Which libnccl is found, what is said when none is, and functions that bind on first use or name what they need."""
+"""How libnccl is found, the error if there is none, and functions that bind on first use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OLD = (2, 21, 5)
 
 
 def python(code: str, *options: str, **environment: str) -> str:
-    """What `code` prints in a new interpreter that finds pynccl and has no PYNCCL_LIBRARY of its own."""
+    """Run `code` in a new interpreter that can import pynccl, without PYNCCL_LIBRARY, and return its output."""
     kept = {name: value for name, value in os.environ.items() if name not in ("PYNCCL_LIBRARY", "LD_LIBRARY_PATH")}
     code = f"import sys; sys.path.append({str(ROOT)!r})\n{code}"
     command = [sys.executable, *options, "-c", code]
@@ -28,7 +28,7 @@ def python(code: str, *options: str, **environment: str) -> str:
     return done.stdout.strip()
 
 
-def test_functions_bind_on_first_use_or_name_what_they_need() -> None:
+def test_functions_bind_on_first_use_or_name_required_version() -> None:
     stub = Stub(OLD)
     library = pynccl.Library(stub.path, "stub", stub._resolve)
     assert library.ncclReduce is library.ncclReduce
@@ -41,7 +41,7 @@ def test_functions_bind_on_first_use_or_name_what_they_need() -> None:
     assert str(caught.value) == f"ncclCommShrink needs NCCL >= 2.27; loaded 2.21.5 from {stub.path}"
 
 
-def test_a_path_is_loaded_once_and_says_where_it_came_from(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_caches_path_and_reports_origin(monkeypatch: pytest.MonkeyPatch) -> None:
     path = compiled(OLD)
     library = pynccl.load(path)
     assert library is pynccl.load(path)
@@ -52,7 +52,7 @@ def test_a_path_is_loaded_once_and_says_where_it_came_from(monkeypatch: pytest.M
     assert pynccl.load().is_host
 
 
-def test_what_cannot_be_opened_or_is_no_nccl_says_what_may_be_given(tmp_path: Path) -> None:
+def test_unloadable_library_error_names_alternatives(tmp_path: Path) -> None:
     missing = str(tmp_path / "libnccl.so.2")
     with pytest.raises(pynccl.NcclLibraryNotFound) as caught:
         pynccl.load(missing)
@@ -65,7 +65,7 @@ def test_what_cannot_be_opened_or_is_no_nccl_says_what_may_be_given(tmp_path: Pa
 
 
 def wheel(folder: Path, version: Version = (2, 27, 7)) -> str:
-    """A stub laid out under `folder` as the nvidia-nccl wheels lay out theirs."""
+    """Create a stub under `folder` with the layout of the nvidia-nccl wheels and return its path."""
     path = folder / "nvidia" / "nccl" / "lib" / SONAME
     path.parent.mkdir(parents=True)
     path.write_bytes(Path(compiled(version, SONAME)).read_bytes())
@@ -75,16 +75,16 @@ def wheel(folder: Path, version: Version = (2, 27, 7)) -> str:
 REPORT = "import pynccl; found = pynccl.load('nccl'); print(found.path, found.version, found.origin)"
 
 
-def test_what_is_in_the_process_is_found_before_the_wheel(tmp_path: Path) -> None:
-    """-S: no site-packages, so no torch whose own would go first."""
+def test_loaded_library_takes_precedence_over_wheel(tmp_path: Path) -> None:
+    """-S hides site-packages, and so torch, whose libnccl would take precedence."""
     path, other = wheel(tmp_path / "path"), wheel(tmp_path / "other")
-    said = python(REPORT, "-S", PYTHONPATH=str(tmp_path / "path"))
-    assert said == f"{path} (2, 27, 7) wheel"
-    said = python(f"import ctypes; ctypes.CDLL({other!r})\n{REPORT}", "-S", PYTHONPATH=str(tmp_path / "path"))
-    assert said == f"{other} (2, 27, 7) already in the process"
+    output = python(REPORT, "-S", PYTHONPATH=str(tmp_path / "path"))
+    assert output == f"{path} (2, 27, 7) wheel"
+    output = python(f"import ctypes; ctypes.CDLL({other!r})\n{REPORT}", "-S", PYTHONPATH=str(tmp_path / "path"))
+    assert output == f"{other} (2, 27, 7) already in the process"
 
 
-# torch needs a libnccl.so.2 by that name, and so gets whichever has it first.
+# torch links libnccl.so.2 by name, so it gets the one that was loaded first.
 
 BEFORE_TORCH = """
 import pynccl
@@ -103,18 +103,18 @@ both_orders = pytest.mark.parametrize("order", [BEFORE_TORCH, AFTER_TORCH], ids=
 
 
 @both_orders
-def test_a_search_and_a_bare_name_end_at_torchs_own_libnccl(tmp_path: Path, order: str) -> None:
+def test_search_and_soname_find_torch_libnccl(tmp_path: Path, order: str) -> None:
     own = torch_with_cuda(tmp_path / "torchs")
     folder = Path(wheel(tmp_path / "first")).parent
     paths = os.pathsep.join([str(tmp_path / "first"), str(tmp_path / "torchs")])
-    said = python(order.format(spec="nccl") + BOTH, PYTHONPATH=paths)
+    output = python(order.format(spec="nccl") + BOTH, PYTHONPATH=paths)
     origin = "torch's own" if order == BEFORE_TORCH else "already in the process"
-    assert said == f"{NEW}{HEADER_VERSION}; {own}; {origin}"
-    said = python(order.format(spec=SONAME) + BOTH, PYTHONPATH=str(tmp_path / "torchs"), LD_LIBRARY_PATH=str(folder))
-    assert said == f"{NEW}{HEADER_VERSION}; {own}; PYNCCL_LIBRARY"
+    assert output == f"{NEW}{HEADER_VERSION}; {own}; {origin}"
+    output = python(order.format(spec=SONAME) + BOTH, PYTHONPATH=str(tmp_path / "torchs"), LD_LIBRARY_PATH=str(folder))
+    assert output == f"{NEW}{HEADER_VERSION}; {own}; PYNCCL_LIBRARY"
 
 
-def test_none_found_lists_every_place_and_the_remedies() -> None:
+def test_not_found_error_lists_searched_places() -> None:
     code = """
 import pynccl
 try:
@@ -122,10 +122,10 @@ try:
 except pynccl.NcclLibraryNotFound as error:
     print(error)
 """
-    said = python(code, "-S", PYTHONPATH="")  # -S: no site-packages, so no wheel
-    if said == "system":
+    output = python(code, "-S", PYTHONPATH="")  # -S hides site-packages, and so the wheel
+    if output == "system":
         pytest.skip("the system's loader finds a libnccl")
-    assert said.startswith(f"no {SONAME} found:")
+    assert output.startswith(f"no {SONAME} found:")
     for place in ("already in the process", "cuda.pathfinder", "system"):
-        assert f"  {place}: " in said
-    assert "pynccl-autograd[cu13]" in said and "PYNCCL_LIBRARY=host" in said
+        assert f"  {place}: " in output
+    assert "pynccl-autograd[cu13]" in output and "PYNCCL_LIBRARY=host" in output

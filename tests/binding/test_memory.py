@@ -1,4 +1,4 @@
-"""Memory of NCCL's own: what views of it share, when it goes, and what registration and windows are given."""
+"""Memory from ncclMemAlloc: views, lifetime, registration and windows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def alloc(stub: Stub, shape: Any, dtype: Any = "float32") -> Memory:
     return mem_alloc(shape, dtype, library=stub.cpu_library)
 
 
-def test_it_is_as_large_as_its_shape_and_type_say_and_freed_once() -> None:
+def test_mem_alloc_size_and_single_free() -> None:
     stub = Stub()
     comm = stub.comm(cpu=True)
     with alloc(stub, (2, 3), "float16") as memory:
@@ -33,26 +33,26 @@ def test_it_is_as_large_as_its_shape_and_type_say_and_freed_once() -> None:
         ("ncclMemFree", address),
     ]
     stub.clear()
-    assert mem_alloc(100, library=stub.cpu_library).nbytes == 100  # bytes, where no type is given
+    assert mem_alloc(100, library=stub.cpu_library).nbytes == 100  # without a dtype, the shape is in bytes
     assert (alloc(stub, np.int64(5)).shape, alloc(stub, ()).nbytes, alloc(stub, (3, 0)).nbytes) == ((5,), 4, 0)
-    assert [call.args["size"] for call in stub.calls()] == [100, 20, 4, 1]  # NCCL has no memory of no bytes
+    assert [call.args["size"] for call in stub.calls()] == [100, 20, 4, 1]  # NCCL cannot allocate 0 bytes
     for use in (torch.from_dlpack, np.asarray, comm.all_reduce, comm.register, comm.window):
         with pytest.raises(ValueError, match=r"this memory \(shape \(2, 3\), FLOAT16\) was freed"):
             use(memory)
 
 
-REFUSED: list[tuple[Any, Any, type[Exception], str]] = [
+INVALID: list[tuple[Any, Any, type[Exception], str]] = [
     ((2, -3), "float32", ValueError, r"mem_alloc: shape is .*, expected sizes >= 0"),
-    ((2, 1.5), "float32", TypeError, r"mem_alloc: shape is .*, expected a whole number or a sequence of them"),
-    ("4", "float32", TypeError, r"mem_alloc: shape is .*, expected a whole number or a sequence of them"),
+    ((2, 1.5), "float32", TypeError, r"mem_alloc: shape is .*, expected an integer or a sequence of integers"),
+    ("4", "float32", TypeError, r"mem_alloc: shape is .*, expected an integer or a sequence of integers"),
     (4, torch.complex64, TypeError, "complex64 has no NCCL data type"),
 ]
 
 
-def test_what_cannot_be_allocated_is_refused() -> None:
+def test_invalid_mem_alloc_raises() -> None:
     stub = Stub()
-    for shape, dtype, kind, says in REFUSED:
-        with pytest.raises(kind, match=says):
+    for shape, dtype, kind, message in INVALID:
+        with pytest.raises(kind, match=message):
             alloc(stub, shape, dtype)
     assert stub.names() == []
     stub.fail("ncclMemAlloc", 1)
@@ -61,7 +61,7 @@ def test_what_cannot_be_allocated_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", [*NAMES, "bfloat16"])
-def test_torch_and_numpy_see_the_memory_itself_and_keep_it(name: str) -> None:
+def test_torch_and_numpy_views_share_and_keep_memory(name: str) -> None:
     memory, before = alloc(Stub(), (2, 3), name), len(dlpack._exported)
     view, capsule = torch.from_dlpack(memory), memory.__dlpack__()
     assert (view.shape, view.data_ptr(), view.device.type) == ((2, 3), memory.pointer, "cpu")
@@ -79,7 +79,7 @@ def test_torch_and_numpy_see_the_memory_itself_and_keep_it(name: str) -> None:
     assert len(dlpack._exported) == before
 
 
-def test_a_registration_and_a_window_last_as_long_as_their_block() -> None:
+def test_registration_and_window_close_with_block() -> None:
     stub = Stub()
     comm, x = stub.comm(cpu=True), torch.zeros(6, dtype=torch.float64)
     with comm.register(x) as registered:
@@ -100,9 +100,9 @@ def test_a_registration_and_a_window_last_as_long_as_their_block() -> None:
     ]
     with pytest.raises(ValueError, match="this window of 48 bytes was closed"):
         _ = window.handle
-    open_ones = comm.register(x), comm.window(x, flags=0)
+    open_handles = comm.register(x), comm.window(x, flags=0)
     comm.destroy()
     stub.clear()
-    for one in open_ones:  # NCCL has freed them with the communicator
-        one.close()
+    for handle in open_handles:  # NCCL has freed them with the communicator
+        handle.close()
     assert stub.names() == []

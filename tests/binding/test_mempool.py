@@ -1,4 +1,4 @@
-"""What torch's allocator is given for a pool of NCCL's memory: C functions, in which no thread waits for the GIL."""
+"""Memory pools for torch's allocator: it gets C functions, which never wait for the GIL."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pynccl.comm import mempool
 SIZES = (ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
 
 
-def test_torch_gets_ncclMemAllocs_memory_and_gives_it_back_or_null() -> None:
+def test_mempool_allocator_calls_nccl() -> None:
     stub = Stub()
     functions = mempool.allocator_functions(stub.library)
     alloc: Any = ctypes.CFUNCTYPE(ctypes.c_void_p, *SIZES)(functions[0])
@@ -26,12 +26,12 @@ def test_torch_gets_ncclMemAllocs_memory_and_gives_it_back_or_null() -> None:
         ("ncclMemAlloc", 1 << 13),
         ("ncclMemFree", pointer),
     ]
-    stub.fail("ncclMemAlloc", 1)  # the pointer that the stub leaves there is none
+    stub.fail("ncclMemAlloc", 1)  # the pointer that the stub then sets must be ignored
     assert alloc((1 << 45) + 8, 0, None) is None
-    assert stub.calls()[-1].args["size"] == (1 << 45) + 8  # more than 32 bits arrive whole
+    assert stub.calls()[-1].args["size"] == (1 << 45) + 8  # sizes above 32 bits are not truncated
 
 
-def test_there_is_no_pool_without_a_compiler_on_the_host_library_or_an_old_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mem_pool_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="the host library has no GPU memory; allocate CPU tensors as usual"):
         pynccl.mem_pool(Stub().cpu_library)
     with pytest.raises(pynccl.NcclVersionError, match=r"ncclMemAlloc needs NCCL >= 2\.19"):

@@ -1,6 +1,6 @@
-"""Nonblocking communicators: a call that is in progress is waited for, until a deadline.
+"""Nonblocking communicators: calls in progress are polled until a deadline.
 
-On the stub, which is in progress for as many polls as a test says, and like NCCL has no child to show before that.
+The stub is in progress for a number of polls that a test sets. Like NCCL, it returns child handles only after that.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ def init(stub: Stub, **options: Any) -> Communicator:
     return Communicator.init(4, bytes(128), 1, config=config, library=stub.cpu_library, **options)
 
 
-def test_an_init_is_polled_until_it_is_done_or_aborted() -> None:
+def test_init_is_polled_until_done_or_aborted() -> None:
     stub = Stub()
     stub.progress("ncclCommInitRankConfig", polls=5)
     comm = init(stub)
     assert stub.names() == ["config", "ncclCommInitRankConfig", *[POLL] * 5]
     assert abi.Config.from_buffer_copy(bytes.fromhex(stub.calls()[0].hex)).blocking == 0
     assert (comm.rank, comm.size) == (1, 4)
-    for polls, final, kind, says in (
+    for polls, final, kind, message in (
         (FOR_EVER, 0, pynccl.NcclTimeout, r"ncclCommInitRank\(rank=1, nranks=4\) is still in progress after"),
         (3, 6, pynccl.NcclRemoteError, r"^ncclCommInitRank\(rank=1, nranks=4\) failed"),
     ):
         stub.clear()
         stub.progress("ncclCommInitRankConfig", polls, final)
-        with pytest.raises(kind, match=says):
+        with pytest.raises(kind, match=message):
             init(stub, timeout=0.05 if polls == FOR_EVER else 60)
         assert stub.names()[-1] == "ncclCommAbort" and stub.names().count("ncclCommAbort") == 1
 
@@ -48,7 +48,7 @@ def group_of(comm: Communicator) -> None:
         comm.send(X, 0, stream=0)
 
 
-# function; a call; its C functions, before the polls; how its errors begin
+# function in progress, a call, its C functions before the polls, start of its errors
 CALLS: dict[str, tuple[str, Callable[[Communicator], Any], list[str], str]] = {
     "launch": (
         "ncclBroadcast",
@@ -73,7 +73,7 @@ CALLS: dict[str, tuple[str, Callable[[Communicator], Any], list[str], str]] = {
 
 
 @pytest.mark.parametrize("kind", CALLS)
-def test_a_call_in_progress_is_waited_for_until_a_deadline(kind: str) -> None:
+def test_call_in_progress_is_polled_until_deadline(kind: str) -> None:
     function, call, names, text = CALLS[kind]
     stub = Stub()
     comm = stub.comm(cpu=True)

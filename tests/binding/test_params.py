@@ -8,7 +8,7 @@ from libraries import Stub
 import pynccl
 
 
-def test_parameters_are_a_dictionary_of_strings() -> None:
+def test_params_returns_dict_of_strings() -> None:
     stub = Stub()
     assert pynccl.params(stub.library) == {"NCCL_ALGO": "", "NCCL_NTHREADS": "512"}
     assert pynccl.param("NCCL_NTHREADS", stub.library) == "512"
@@ -18,7 +18,7 @@ def test_parameters_are_a_dictionary_of_strings() -> None:
         pynccl.params(Stub((2, 29, 7)).library)
 
 
-def test_a_key_turns_encryption_on_and_none_turns_it_off() -> None:
+def test_set_encryption_on_and_off() -> None:
     stub = Stub()
     pynccl.set_encryption("secret", stub.library)
     pynccl.set_encryption(None, stub.library)
@@ -30,12 +30,12 @@ def test_a_key_turns_encryption_on_and_none_turns_it_off() -> None:
         pynccl.set_encryption("secret", Stub((2, 31, 2)).library)
 
 
-def test_a_refused_key_is_an_error_that_does_not_tell_it() -> None:
+def test_encryption_error_does_not_reveal_key() -> None:
     stub = Stub()
     stub.fail("ncclSetEncryption", 5)
     with pytest.raises(pynccl.NcclInvalidUsage, match=r"ncclSetEncryption\(PSK\) failed") as caught:
         pynccl.set_encryption("secret", stub.library)
     assert "secret" not in str(caught.value)
-    with pytest.raises(ValueError, match="set_encryption: psk is no string that C can take") as refused:
+    with pytest.raises(ValueError, match="set_encryption: psk is not a valid C string") as invalid:
         pynccl.set_encryption("secret\0", stub.library)
-    assert "secret" not in str(refused.value)
+    assert "secret" not in str(invalid.value)

@@ -1,4 +1,4 @@
-"""A plan gives what its call gives, as often as it is launched, and holds what it needs."""
+"""A plan gives the result of its call at every launch and keeps its buffers alive."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from pynccl import Communicator
 X, Y = (1 << 20, 12, "float32"), (1 << 30, 12, "float32")
 
 
-def each_operation(comm: Communicator) -> None:
+def check_each_operation(comm: Communicator) -> None:
     n, rank = comm.size, comm.rank
-    given = inputs(torch.float32, "sum", 6 * n, n)
+    xs = inputs(torch.float32, "sum", 6 * n, n)
     block = slice(6 * rank, 6 * rank + 6)
-    total = reduced(given, "sum")
-    swapped = torch.cat([x[block] for x in given])
-    gathered = torch.cat(given)
+    total = reduced(xs, "sum")
+    swapped = torch.cat([x[block] for x in xs])
+    gathered = torch.cat(xs)
     wanted: dict[str, tuple[torch.Tensor | None, dict[str, Any]]] = {
         "all_reduce": (total, {"op": "sum"}),
-        "broadcast": (given[n - 1], {"root": n - 1}),
+        "broadcast": (xs[n - 1], {"root": n - 1}),
         "all_gather": (gathered, {}),
         "reduce_scatter": (total[block], {}),
         "all_to_all": (swapped, {}),
-        "scatter": (given[0][block], {"root": 0}),
+        "scatter": (xs[0][block], {"root": 0}),
         "gather": (gathered if rank == 1 else None, {"root": 1}),
         "reduce": (total if rank == 0 else None, {"root": 0}),
         "all_to_all_v": (swapped, {"send_counts": [6] * n, "recv_counts": [6] * n}),
@@ -37,25 +37,25 @@ def each_operation(comm: Communicator) -> None:
         "reduce_scatter_v": (total[block], {"counts": [6] * n}),
     }
     for name, (result, options) in wanted.items():
-        send, recv = given[rank].clone(), None if result is None else torch.zeros_like(result)
+        send, recv = xs[rank].clone(), None if result is None else torch.zeros_like(result)
         plan = getattr(comm.plan, name)(send, recv, **options)
         for turn in range(3):
-            send.copy_(given[rank] if turn % 2 == 0 else torch.zeros_like(send))  # a plan reads what is there
+            send.copy_(xs[rank] if turn % 2 == 0 else torch.zeros_like(send))  # a launch reads the current contents
             plan()
             if recv is not None and result is not None:
                 expect(recv, result if turn % 2 == 0 else torch.zeros_like(result), f"{name}, launch {turn}")
     received = torch.zeros(6 * n)
-    exchange = comm.plan.group([comm.plan.send(given[rank], (rank + 1) % n), comm.plan.recv(received, (rank - 1) % n)])
+    exchange = comm.plan.group([comm.plan.send(xs[rank], (rank + 1) % n), comm.plan.recv(received, (rank - 1) % n)])
     for _ in range(2):
         received.zero_()
         exchange()
-        expect(received, given[(rank - 1) % n], "recv")
-    filled = comm.plan.all_reduce(given[rank])
+        expect(received, xs[(rank - 1) % n], "recv")
+    filled = comm.plan.all_reduce(xs[rank])
     filled()
-    expect(filled.recv, total, "what a plan has allocated")
+    expect(filled.recv, total, "recv allocated by the plan")
 
 
-def on_another_stream(comm: Communicator) -> None:
+def check_another_stream(comm: Communicator) -> None:
     n = comm.size
     x = torch.tensor([float(comm.rank + 1)])
     plan, stream, total = comm.plan.all_reduce(x, x), pynccl.create_stream(), n * (n + 1) / 2
@@ -65,12 +65,12 @@ def on_another_stream(comm: Communicator) -> None:
         assert x.item() == result
 
 
-def test_a_plan_gives_what_the_call_gives_every_time_on_any_stream(ranks: RankPool) -> None:
-    ranks.run(3, each_operation)
-    ranks.run(3, on_another_stream)
+def test_plan_matches_direct_call(ranks: RankPool) -> None:
+    ranks.run(3, check_each_operation)
+    ranks.run(3, check_another_stream)
 
 
-def test_a_launch_is_one_c_call_on_the_stream_of_the_plan_or_another() -> None:
+def test_plan_launch_is_one_c_call() -> None:
     stub = Stub()
     plan = stub.comm().plan.all_reduce(X, Y, "max", stream=11)
     assert stub.names() == []
@@ -83,7 +83,7 @@ def test_a_launch_is_one_c_call_on_the_stream_of_the_plan_or_another() -> None:
     assert first.args == {"send": X[0], "recv": Y[0], "count": 12, "dtype": 7, "op": 2, "comm": 1, "stream": 11}
 
 
-def test_a_plan_in_a_group_is_recorded_like_a_call_and_made_without_joining_it() -> None:
+def test_plans_inside_groups() -> None:
     stub = Stub()
     comm = stub.comm()
     reduce, send = comm.plan.all_reduce(X, Y, stream=0), comm.plan.send(X, 3, stream=0)
@@ -103,7 +103,7 @@ def test_a_plan_in_a_group_is_recorded_like_a_call_and_made_without_joining_it()
     assert stub.calls()[3].args["stream"] == 5
 
 
-def test_a_plan_of_a_communicator_that_has_ended_is_refused() -> None:
+def test_plan_of_ended_communicator_raises() -> None:
     stub = Stub()
     comm = stub.comm()
     plan = comm.plan.all_reduce(X, Y, stream=0)

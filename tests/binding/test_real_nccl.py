@@ -1,4 +1,4 @@
-"""NVIDIA's own library, as far as it goes without a driver: what it is, what it says, and a clear no to an init."""
+"""NVIDIA's library without a driver: its functions, its error strings, and the error of init."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ needs_no_driver = pytest.mark.skipif(gpu_count() > 0, reason="this machine has a
 
 
 def no_driver() -> str:
-    """What an error has to say here: a container may have the driver's library and no GPU all the same."""
+    """Return the expected words of an error: a container may have the driver's library but no GPU."""
     return "the driver libcuda.so.1" if ctypes.util.find_library("cuda") else "no NVIDIA driver on this machine"
 
 
@@ -27,14 +27,14 @@ def nccl() -> Library:
     return pynccl.load(real_path())
 
 
-def test_it_has_every_function_that_the_table_gives_its_version(nccl: Library) -> None:
+def test_real_library_has_functions_of_its_version(nccl: Library) -> None:
     assert os.path.samefile(nccl.path, real_path()) and not nccl.is_host
     for name, row in FUNCTIONS.items():
         assert nccl.supports(name) or row.since > nccl.version, f"{name} is missing in {nccl}"
     assert not [name for name, row in FUNCTIONS.items() if row.since > nccl.version[:2] and nccl.supports(name)]
 
 
-def test_errors_are_its_own(nccl: Library) -> None:
+def test_real_library_error_strings(nccl: Library) -> None:
     for code, words in ((2, "unhandled system error"), (4, "invalid argument"), (5, "invalid usage"), (6, "remote")):
         with pytest.raises(pynccl.NcclError, match=words) as caught:
             nccl.check(code, "some call")
@@ -44,7 +44,7 @@ def test_errors_are_its_own(nccl: Library) -> None:
 
 
 @needs_no_driver
-def test_an_init_without_a_driver_says_so_with_the_remedy(nccl: Library) -> None:
+def test_init_without_driver_names_remedy(nccl: Library) -> None:
     inits = {
         "init": lambda: Communicator.init(1, bytes(128), 0, library=nccl),
         "init_all": lambda: Communicator.init_all(1, library=nccl),
@@ -59,7 +59,7 @@ def test_an_init_without_a_driver_says_so_with_the_remedy(nccl: Library) -> None
 
 
 @needs_no_driver
-def test_without_a_gpu_the_host_library_is_the_default(nccl: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_library_is_default_without_gpu(nccl: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYNCCL_LIBRARY")
     assert pynccl.load().is_host
     found = pynccl.load("nccl")

@@ -1,4 +1,4 @@
-"""A pre-multiplied sum means what it meant when it was used, and only where it was made."""
+"""A pre-multiplied sum keeps its factor from the call to the launch, and works only with its own communicator."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CREATE, DESTROY = "ncclRedOpCreatePreMulSum", "ncclRedOpDestroy"
 X, Y = torch.ones(4), torch.ones(2)
 
 
-def test_a_group_keeps_an_operator_until_it_was_launched_or_given_up() -> None:
+def test_group_keeps_operator_until_launched_or_dropped() -> None:
     stub = Stub()
     comm = stub.comm(cpu=True)
     op = comm.pre_mul_sum(2.0, "float32")
@@ -29,7 +29,7 @@ def test_a_group_keeps_an_operator_until_it_was_launched_or_given_up() -> None:
         op.destroy()
         with pytest.raises(ValueError, match="op is a pre_mul_sum that was destroyed; make a new one"):
             comm.reduce(Y, op=op)
-        comm.all_reduce(Y, op=comm.pre_mul_sum(2.0, "float32"))  # which nobody else holds
+        comm.all_reduce(Y, op=comm.pre_mul_sum(2.0, "float32"))  # no other reference exists
         gc.collect()
         assert DESTROY not in stub.names()
     launched = ["ncclGroupStart", "ncclReduce", "ncclAllReduce", "ncclGroupEnd"]
@@ -56,7 +56,7 @@ USES: dict[str, Callable[[Communicator, Any], Any]] = {
 }
 
 
-def test_what_is_no_operator_of_this_communicator_and_type_is_refused() -> None:
+def test_operator_of_other_communicator_or_dtype_raises() -> None:
     stub = Stub()
     ours, theirs = stub.comm(2, 0, cpu=True), stub.comm(2, 1, cpu=True)
     foreign, wide = theirs.pre_mul_sum(2.0, "float32"), ours.pre_mul_sum(2.0, "float64")
@@ -71,13 +71,13 @@ def test_what_is_no_operator_of_this_communicator_and_type_is_refused() -> None:
     for op in (True, None, "SUM"):
         with pytest.raises(ValueError, match="all_reduce: unknown operator"):
             ours.all_reduce(X, op=op)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="pre_mul_sum: scalar is FLOAT32, dtype is FLOAT64"):
+    with pytest.raises(ValueError, match="pre_mul_sum: scalar is FLOAT32, but dtype is FLOAT64"):
         ours.pre_mul_sum(torch.tensor(2.0), "float64")
     assert stub.names() == []
 
 
-def each_keeps_its_factor(comm: Communicator) -> list[float]:
-    """Operators that are destroyed by the time their calls are launched, and whose numbers others have by then."""
+def launch_after_destroy(comm: Communicator) -> list[float]:
+    """Launch calls after their operators were destroyed and NCCL may have reused the operators' numbers."""
     xs = [torch.ones(2) for _ in range(3)]
     twice, thrice = comm.pre_mul_sum(2.0, "float32"), comm.pre_mul_sum(3.0, "float32")
     plan = comm.plan.all_reduce(xs[0], xs[0], twice)
@@ -85,11 +85,11 @@ def each_keeps_its_factor(comm: Communicator) -> list[float]:
         comm.all_reduce(xs[1], xs[1], thrice)
         thrice.destroy()
     twice.destroy()
-    with comm.pre_mul_sum(torch.tensor([7.0])) as other:  # takes the first number that is free
+    with comm.pre_mul_sum(torch.tensor([7.0])) as other:  # gets the first free number
         comm.all_reduce(xs[2], xs[2], other)
         plan()
     return [x[0].item() for x in xs]
 
 
-def test_each_call_has_the_factor_that_it_was_made_with(ranks: RankPool) -> None:
-    assert ranks.run(2, each_keeps_its_factor) == [[4.0, 6.0, 14.0]] * 2
+def test_each_call_uses_its_own_factor(ranks: RankPool) -> None:
+    assert ranks.run(2, launch_after_destroy) == [[4.0, 6.0, 14.0]] * 2

@@ -1,4 +1,4 @@
-"""What one-sided operations hand to the library, and what they refuse."""
+"""The arguments that one-sided operations pass to the library, and their errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def opened(stub: Stub) -> tuple[Communicator, Window]:
     return comm, window
 
 
-def test_puts_signals_and_waits_say_what_goes_where() -> None:
+def test_put_signal_and_wait_arguments() -> None:
     stub = Stub()
     comm, window = opened(stub)
     comm.put_signal(X, 3, window, 128, signal=5, context=2, stream=9)
@@ -41,7 +41,7 @@ def test_puts_signals_and_waits_say_what_goes_where() -> None:
     ]
 
 
-REFUSED: list[tuple[Callable[[Communicator, Window], Any], str]] = [
+INVALID: list[tuple[Callable[[Communicator, Window], Any], str]] = [
     (lambda comm, window: comm.put_signal(X, 3, window, -4, stream=0), "48 bytes at offset -4 do not fit"),
     (
         lambda comm, window: comm.put_signal(X, 3, window, 4049, stream=0),
@@ -50,21 +50,18 @@ REFUSED: list[tuple[Callable[[Communicator, Window], Any], str]] = [
     (lambda comm, window: comm.put_signal(X, 4, window, stream=0), r"put_signal: peer is 4, expected a rank in 0\.\.3"),
     (lambda comm, _: comm.signal(-1, stream=0), r"signal: peer is -1, expected a rank in 0\.\.3"),
     (lambda comm, _: comm.wait_signal({0: 1, 9: 1}, stream=0), "wait_signal: peer is 9, expected a rank in"),
-    (lambda comm, _: comm.wait_signal({2: 0}, stream=0), "wait_signal: 0 signals of rank 2, expected 1 or more"),
+    (lambda comm, _: comm.wait_signal({2: 0}, stream=0), "wait_signal: 0 signals from rank 2, expected 1 or more"),
     (lambda comm, _: comm.wait_signal({}, stream=0), "wait_signal: counts is empty, expected"),
 ]
 
 
-def test_bad_offsets_peers_and_counts_are_refused() -> None:
+def test_invalid_offsets_peers_and_counts_raise() -> None:
     stub = Stub()
     comm, window = opened(stub)
-    for call, says in REFUSED:
-        with pytest.raises(ValueError, match=says):
+    for call, message in INVALID:
+        with pytest.raises(ValueError, match=message):
             call(comm, window)
     assert stub.names() == []
     window.close()
     with pytest.raises(ValueError, match="this window of 4096 bytes was closed"):
         comm.put_signal(X, 3, window, stream=0)
-
-
-# function, call, how its failure begins

@@ -1,4 +1,4 @@
-"""A module that holds a communicator can be copied, and shares it; it refuses to be pickled, and says what to do."""
+"""A module with a communicator can be copied, and the copy shares it. Pickling raises and says what to do."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ HANDLES: dict[str, Callable[[Communicator], Any]] = {
 }
 
 
-def test_a_handle_is_shared_by_copies_and_refuses_to_be_pickled() -> None:
+def test_handles_are_shared_by_copies_and_not_picklable() -> None:
     comm = Stub().comm(cpu=True)
     for kind, make in HANDLES.items():
         handle = make(comm)
         assert copy.copy(handle) is handle and copy.deepcopy({"x": handle})["x"] is handle, kind
         for protocol in (0, pickle.HIGHEST_PROTOCOL):
-            with pytest.raises(TypeError, match=rf"a pynccl\.{kind} cannot be pickled: .*state_dict\(\).*anew"):
+            with pytest.raises(TypeError, match=rf"a pynccl\.{kind} cannot be pickled: .*state_dict\(\).*create a new"):
                 pickle.dumps(handle, protocol)
     plan = comm.plan.all_reduce(torch.zeros(4))
     assert copy.deepcopy(plan) is plan
-    with pynccl.mem_alloc(4, "float32") as memory, pytest.raises(TypeError, match="has one owner, who frees it"):
+    with pynccl.mem_alloc(4, "float32") as memory, pytest.raises(TypeError, match="has one owner, which frees it"):
         copy.deepcopy(memory)
 
 
-def test_a_module_with_a_communicator_is_averaged_and_saved_by_its_state() -> None:
+def test_module_with_communicator_is_averaged_and_saves_state_dict() -> None:
     comm = Stub().comm(cpu=True)
     module: Any = torch.nn.Linear(2, 2)
     module.comm = comm

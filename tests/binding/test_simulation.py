@@ -1,7 +1,7 @@
-"""simulate() asks NCCL for an estimate, launches nothing, and leaves the communicators as they were.
+"""simulate() gets an estimate from NCCL, launches nothing, and leaves the communicators unchanged.
 
-The stub does as NCCL does: it runs the calls of a single rank at once and has no estimate for them, nor for sends and
-receives alone; and it spoils the communicators of a simulation, on which the next collective fails.
+Like NCCL, the stub runs calls of a single rank at once and has no estimate for them or for sends and receives alone. A
+simulation leaves its communicators unusable: the next collective on them fails.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from pynccl import CommConfig, Communicator
 from pynccl.bindings import abi
 
 X, Y = (1 << 20, 12, "float32"), (1 << 30, 12, "float32")
-MADE = ["ncclGroupStart", "config", "ncclCommSplit", "ncclGroupEnd"]
-THROWN_AWAY = ["ncclCommGetAsyncError", "ncclCommFinalize", "ncclCommDestroy"]
+SPLIT = ["ncclGroupStart", "config", "ncclCommSplit", "ncclGroupEnd"]
+DESTROYED = ["ncclCommGetAsyncError", "ncclCommFinalize", "ncclCommDestroy"]
 
 
 @pytest.fixture
 def stub() -> Stub:
     made = Stub()
-    made.split_whole()
+    made.split_with_all_ranks()
     return made
 
 
-def asked(*calls: str) -> list[str]:
-    """What a simulation of these calls is in C."""
-    return [*MADE, "ncclGroupStart", *calls, "ncclGroupSimulateEnd", *THROWN_AWAY]
+def simulation_calls(*calls: str) -> list[str]:
+    """Return the C calls of a simulation of these calls."""
+    return [*SPLIT, "ncclGroupStart", *calls, "ncclGroupSimulateEnd", *DESTROYED]
 
 
 def simulate(comm: Communicator) -> float:
@@ -41,7 +41,7 @@ def simulate(comm: Communicator) -> float:
     return estimate.estimated_time
 
 
-def test_the_estimate_is_there_after_the_block(stub: Stub) -> None:
+def test_simulate_returns_estimate(stub: Stub) -> None:
     comm, alone = stub.comm(cpu=True), stub.comm(nranks=1, rank=0, cpu=True)
     with pynccl.simulate() as nothing:
         pass
@@ -52,21 +52,21 @@ def test_the_estimate_is_there_after_the_block(stub: Stub) -> None:
         comm.send(X, 2, stream=0)
         assert stub.names() == [] and estimate.estimated_time == 0.0
     assert estimate.estimated_time == 12.5
-    assert stub.names() == asked("ncclAllReduce", "ncclSend")
+    assert stub.names() == simulation_calls("ncclAllReduce", "ncclSend")
     with pynccl.simulate() as estimate:
-        comm.send(X, 2, stream=0)  # alone, of which NCCL has none
+        comm.send(X, 2, stream=0)  # NCCL has no estimate for a send alone
     assert math.isnan(estimate.estimated_time)
 
 
-def test_nccl_is_asked_on_a_communicator_of_the_same_ranks_that_is_thrown_away(stub: Stub) -> None:
+def test_simulate_uses_temporary_communicator(stub: Stub) -> None:
     comm = stub.comm(cpu=True)
     comm._config = CommConfig(max_ctas=4)
     with comm.pre_mul_sum(2.5, "float32") as op:
         stub.clear()
         with pynccl.simulate():
             comm.reduce(X, Y, op=op, root=1, stream=0)
-        simulated = ["ncclGroupStart", "ncclReduce", "ncclGroupSimulateEnd", "ncclRedOpDestroy"]
-        assert stub.names() == [*MADE, "ncclRedOpCreatePreMulSum", *simulated, *THROWN_AWAY]
+        check_simulate = ["ncclGroupStart", "ncclReduce", "ncclGroupSimulateEnd", "ncclRedOpDestroy"]
+        assert stub.names() == [*SPLIT, "ncclRedOpCreatePreMulSum", *check_simulate, *DESTROYED]
         config, split, call, end = (stub.calls()[i] for i in (1, 2, 6, 7))
     struct = abi.Config.from_buffer_copy(bytes.fromhex(config.hex))
     assert (struct.maxCTAs, struct.blocking) == (4, 1)
@@ -76,12 +76,10 @@ def test_nccl_is_asked_on_a_communicator_of_the_same_ranks_that_is_thrown_away(s
     assert end.args == {"size": 24, "version": 23203, "magic": 0x74685283}
     stub.clear()
     comm.all_reduce(X, Y, stream=0)
-    assert stub.names() == ["ncclAllReduce"]  # as if nothing had been
+    assert stub.names() == ["ncclAllReduce"]  # unaffected by the simulation
 
 
-def test_what_a_child_could_spoil_or_nccl_cannot_estimate_is_refused(
-    stub: Stub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_simulate_errors(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
     sharing = Communicator.init(4, bytes(128), 1, config=CommConfig(split_share=True), library=stub.cpu_library)
     comm, ended = stub.comm(cpu=True), stub.comm(cpu=True)
     ended.abort()
@@ -95,7 +93,7 @@ def test_what_a_child_could_spoil_or_nccl_cannot_estimate_is_refused(
         raise KeyError
     with pytest.raises(pynccl.NcclInvalidUsage, match="was aborted"):
         simulate(ended)
-    monkeypatch.setattr("pynccl.comm.consistency.refuse_capture", lambda *args: 1 / 0)
+    monkeypatch.setattr("pynccl.comm.consistency.check_not_capturing", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):  # in a capture
         simulate(comm)
     assert stub.names() == []
@@ -105,21 +103,21 @@ def test_what_a_child_could_spoil_or_nccl_cannot_estimate_is_refused(
     assert old.names() == []
 
 
-def simulated(comm: Communicator) -> str:
-    """On the host library, whose ranks really have to come together; what is said where they simulate other calls."""
+def check_simulate(comm: Communicator) -> str:
+    """Simulate on the host library, where the ranks really communicate; return the error of mismatched simulations."""
     x = torch.full((4,), float(comm.rank))
     with pynccl.simulate():
         comm.all_reduce(x, x)
     assert (x.tolist(), comm.all_reduce(x).tolist()) == ([float(comm.rank)] * 4, [1.0] * 4)
     os.environ["PYNCCL_CHECK"] = "1"
-    own = comm.split(0)
-    assert own is not None
-    with own, pytest.raises(pynccl.NcclInvalidUsage) as caught, pynccl.simulate():
-        own.broadcast(x) if own.rank else own.all_reduce(x)
+    child = comm.split(0)
+    assert child is not None
+    with child, pytest.raises(pynccl.NcclInvalidUsage) as caught, pynccl.simulate():
+        child.broadcast(x) if child.rank else child.all_reduce(x)
     return str(caught.value)
 
 
-def test_nothing_is_launched_and_ranks_that_do_not_simulate_the_same_are_told(ranks: RankPool) -> None:
-    for message in ranks.run(2, simulated):
+def test_simulate_launches_nothing_and_detects_mismatch(ranks: RankPool) -> None:
+    for message in ranks.run(2, check_simulate):
         assert "rank 0: simulate(all_reduce(count=4, FLOAT32, SUM)) at " in message
         assert "rank 1: simulate(broadcast(count=4, FLOAT32, root=0)) at " in message

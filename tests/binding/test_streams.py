@@ -1,4 +1,4 @@
-"""Streams of every kind are understood, and work on them happens in their order and in no other."""
+"""Streams of all libraries are accepted; each runs its work in order and independently of the others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pynccl.interop.streams import stream_handle
 
 
 class ByProtocol:
-    """cuda.core's way: a method that returns (version, handle)."""
+    """A stream as in cuda.core: a method returns (version, handle)."""
 
     def __cuda_stream__(self) -> tuple[int, int]:
         return 0, 0x77
@@ -33,7 +33,7 @@ STREAMS: dict[str, tuple[Any, int]] = {
 }
 
 
-def test_a_stream_of_any_library_reaches_c_as_its_handle_and_nothing_else_does() -> None:
+def test_streams_of_other_libraries_pass_their_handle() -> None:
     stub = Stub()
     comm, buffer = stub.comm(), (64, 4, "int8")
     for kind, (stream, handle) in STREAMS.items():
@@ -44,16 +44,16 @@ def test_a_stream_of_any_library_reaches_c_as_its_handle_and_nothing_else_does()
         with pytest.raises(TypeError) as caught:
             stream_handle(other)
         name = f"{type(other).__module__}.{type(other).__name__}"
-        assert f"a {name} is no stream; pass a handle (int)" in str(caught.value)
+        assert f"a {name} is not a stream; pass a handle (int)" in str(caught.value)
 
 
-def in_order(comm: Communicator) -> None:
+def check_order(comm: Communicator) -> None:
     n, rank = comm.size, comm.rank
     stream = pynccl.create_stream(priority=-1)
-    given = [inputs(torch.float64, "sum", 1001, n, seed) for seed in range(20)]
-    results = [comm.all_reduce(xs[rank], stream=stream) for xs in given]
+    batches = [inputs(torch.float64, "sum", 1001, n, seed) for seed in range(20)]
+    results = [comm.all_reduce(xs[rank], stream=stream) for xs in batches]
     stream.synchronize()
-    for xs, result in zip(given, results, strict=True):
+    for xs, result in zip(batches, results, strict=True):
         expect(result, reduced(xs, "sum"), "all_reduce on a stream")
     x = torch.zeros(10_000)
     for _ in range(20):  # what README and docs/streams.md tell users to write
@@ -64,19 +64,19 @@ def in_order(comm: Communicator) -> None:
     assert x.unique().tolist() == [20.0]
 
 
-def independent(comm: Communicator) -> None:
-    """Communicators on streams of their own do not hold each other up, whatever order the ranks issue them in."""
+def check_independence(comm: Communicator) -> None:
+    """Check that communicators on different streams do not block each other, for any order of calls on the ranks."""
     other = comm.split(0)
     assert other is not None
     pair = [(comm, torch.ones(4)), (other, torch.full((4,), 2.0))]
     streams = [pynccl.create_stream() for _ in pair]
-    for (one, x), stream in zip(pair if comm.rank else pair[::-1], streams, strict=True):
-        one.all_reduce(x, x, stream=stream)
+    for (c, x), stream in zip(pair if comm.rank else pair[::-1], streams, strict=True):
+        c.all_reduce(x, x, stream=stream)
     for stream in streams:
         stream.synchronize()
     assert [x[0].item() for _, x in pair] == [comm.size, 2.0 * comm.size]
     token, x = torch.zeros(1), torch.ones(8)
-    if comm.rank == 0:  # the others join only after rank 0 has returned from its call and told so
+    if comm.rank == 0:  # the other ranks join only after rank 0's call has returned
         comm.all_reduce(x, x, stream=streams[0])
         assert not streams[0].query() and not streams[0].record().query()
         other.broadcast(token, root=0)
@@ -88,6 +88,6 @@ def independent(comm: Communicator) -> None:
     assert x.unique().tolist() == [comm.size]
 
 
-def test_work_on_a_stream_is_done_in_its_order_and_in_no_other(ranks: RankPool) -> None:
-    ranks.run(3, in_order)
-    ranks.run(3, independent)
+def test_streams_run_in_order_and_independently(ranks: RankPool) -> None:
+    ranks.run(3, check_order)
+    ranks.run(3, check_independence)

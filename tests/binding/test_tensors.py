@@ -1,4 +1,4 @@
-"""Memory that is not what its owner means is refused by name; autograd hears of what is written to."""
+"""Tensors and arrays whose memory does not hold their values raise an error that names the problem."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from torch._subclasses import FakeTensorMode
 import pynccl
 from pynccl import Communicator
 
-REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+INVALID: dict[str, tuple[Callable[[], Any], str]] = {
     "other byte order": (
         lambda: np.ones(4, ">f4"),
-        r"not in the byte order .*x\.astype\(x\.dtype\.newbyteorder\('='\)\)",
+        r"not in this machine's byte order.*x\.astype\(x\.dtype\.newbyteorder\('='\)\)",
     ),
     "dates": (lambda: np.zeros(2, "M8[ns]"), "has no NCCL data type"),
     "records": (lambda: np.zeros(2, [("a", "f4"), ("b", "f4")]), "has no NCCL data type"),
     "objects": (lambda: np.array([1, "a"], object), "has no NCCL data type"),
-    "masked": (lambda: np.ma.masked_array([1.0], [1]), "MaskedArray has elements that do not count; pass x"),
+    "masked": (lambda: np.ma.masked_array([1.0], [1]), "MaskedArray has masked elements; pass x"),
     "conjugated": (lambda: torch.tensor([1 + 2j]).conj(), r"complex64 .*torch.view_as_real\(x.resolve_conj\(\)\)"),
     "cuda array of the other byte order": (
         lambda: CudaArray(typestr=">f4"),
@@ -34,15 +34,15 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-def test_memory_that_nccl_would_read_as_something_else_is_refused() -> None:
+def test_memory_that_nccl_would_misread_raises() -> None:
     stub = Stub()
     comm = stub.comm(cpu=True)
-    for kind, (make, says) in REFUSED.items():
+    for kind, (make, message) in INVALID.items():
         for use in (describe, comm.all_reduce, lambda x: comm.all_reduce(x, x), lambda x: comm.recv(x, 0)):
-            with pytest.raises(TypeError, match=says):
+            with pytest.raises(TypeError, match=message):
                 pytest.fail(f"{kind}: {use(make())}")
     for named in (lambda x: pynccl.mem_alloc(4, x), lambda x: comm.pre_mul_sum(2.0, x), lambda x: describe((64, 4, x))):
-        with pytest.raises(TypeError, match="not in the byte order"):
+        with pytest.raises(TypeError, match="not in this machine's byte order"):
             named(np.dtype(">f4"))
     assert stub.names() == []
     for other in (np.ones(2, "<f4"), np.zeros(2).view(np.memmap), CudaArray(typestr="=f4", mask=None)):
@@ -67,7 +67,7 @@ USES: dict[str, Callable[[Communicator, torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("use", USES)
-def test_a_tensor_with_a_lazy_sign_is_refused(use: str) -> None:
+def test_tensor_with_negative_bit_raises(use: str) -> None:
     stub = Stub()
     comm = stub.comm(cpu=True)
     for kind, x in negative().items():
@@ -83,7 +83,7 @@ def test_a_tensor_with_a_lazy_sign_is_refused(use: str) -> None:
 
 
 class Doubled(torch.Tensor):
-    """A wrapper, as the quantized tensors of other packages are: its own memory is none."""
+    """A wrapper without its own memory, like the quantized tensors of other packages."""
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> Any:
@@ -118,18 +118,18 @@ FOREIGN: dict[str, tuple[Callable[[], Any], str]] = {
     "csr": (lambda: torch.ones(3, 3).to_sparse_csr(), r"sparse_csr tensor on cpu.*x\.values\(\) and its indices"),
     "meta": (lambda: torch.ones(3, device="meta"), r"tensor on meta owns no dense memory.*device="),
     "lazy": (torch.nn.UninitializedParameter, r"UninitializedParameter owns no memory.*materialize\(\)"),
-    "list": (lambda: [torch.ones(3)], r"a builtins\.list is no buffer.*one call each in a `with pynccl\.group"),
+    "list": (lambda: [torch.ones(3)], r"a builtins\.list is not a buffer.*one call each in a `with pynccl\.group"),
 }
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse CSR")
 @pytest.mark.parametrize("kind", FOREIGN)
-def test_what_has_no_memory_of_its_own_is_named_with_a_way_out(kind: str) -> None:
-    make, says = FOREIGN[kind]
+def test_tensor_without_own_memory_raises_with_remedy(kind: str) -> None:
+    make, message = FOREIGN[kind]
     stub = Stub()
     comm = stub.comm(cpu=True)
     x = make()
     for use in (lambda: comm.all_reduce(x, x), lambda: comm.all_reduce(x), lambda: comm.recv(x, 0)):
-        with pytest.raises(TypeError, match=says):
+        with pytest.raises(TypeError, match=message):
             use()
     assert stub.names() == []

@@ -1,4 +1,4 @@
-"""Integers that C would cut off are refused with their range; what is an integer to Python is one here."""
+"""Integers that C would truncate raise an error with their range; integers of NumPy and torch are accepted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WINDOW: Any = SimpleNamespace(handle=1, nbytes=1 << 40)
 WRAPS = 1 << 32  # 0 in a C int
 
 
-BAD: list[tuple[Callable[[Communicator], Any], str]] = [
+INVALID: list[tuple[Callable[[Communicator], Any], str]] = [
     (lambda c: c.split(WRAPS), r"split: color is 4294967296, expected an integer >= 0, up to 2147483647"),
     (lambda c: c.split(0, key=1.0), r"split: key is 1\.0, expected an integer"),  # type: ignore[arg-type]
     (
@@ -35,7 +35,7 @@ BAD: list[tuple[Callable[[Communicator], Any], str]] = [
     (lambda c: c.signal(0, signal=WRAPS, stream=0), r"signal: signal is 4294967296, expected an integer in 0"),
     (
         lambda c: c.wait_signal({0: WRAPS + 1}, stream=0),
-        "wait_signal: 4294967297 signals of rank 0, expected 1 or more, up to 2147483647",
+        "wait_signal: 4294967297 signals from rank 0, expected 1 or more, up to 2147483647",
     ),
     (lambda c: c.put_signal(X, 0, WINDOW, signal=WRAPS), "put_signal: signal is 4294967296, expected"),
     (lambda c: c.window(X, flags=WRAPS | 1), r"window: flags is 4294967297, expected an integer in 0\.\."),
@@ -56,29 +56,29 @@ BAD: list[tuple[Callable[[Communicator], Any], str]] = [
 ]
 
 
-def test_an_integer_that_c_would_cut_off_is_refused_with_its_range() -> None:
+def test_out_of_range_integer_raises_with_range() -> None:
     stub = Stub()
     comm = stub.comm(cpu=True)
-    for call, says in BAD:
-        with pytest.raises(ValueError, match=says):
+    for call, message in INVALID:
+        with pytest.raises(ValueError, match=message):
             call(comm)
-        assert stub.names() == [], says
+        assert stub.names() == [], message
 
 
 @pytest.mark.parametrize("kind", [np.int64, np.uint8, torch.tensor], ids=["int64", "uint8", "torch"])
-def test_integers_of_other_libraries_are_integers(kind: Any) -> None:
+def test_numpy_and_torch_integers_are_accepted(kind: Any) -> None:
     stub = Stub()
     comm = stub.comm(cpu=True)
-    one = kind(1)
-    comm.broadcast(X, root=one)
-    comm.send(X, one)
-    comm.all_gather_v(torch.zeros(1), counts=[one] * 4)
-    comm.signal(one, signal=one, stream=kind(7))
-    comm.wait_signal({one: one}, stream=0)
-    comm.wait_signal(one, stream=0)
-    comm.split(one, key=one)
+    index = kind(1)
+    comm.broadcast(X, root=index)
+    comm.send(X, index)
+    comm.all_gather_v(torch.zeros(1), counts=[index] * 4)
+    comm.signal(index, signal=index, stream=kind(7))
+    comm.wait_signal({index: index}, stream=0)
+    comm.wait_signal(index, stream=0)
+    comm.split(index, key=index)
     comm.shrink([kind(0)])
-    assert CommConfig(min_ctas=one).to_struct(comm.library).minCTAs == 1
+    assert CommConfig(min_ctas=index).to_struct(comm.library).minCTAs == 1
     assert describe((kind(64), kind(2), "int8"))[:2] == (64, 2)
     args = {call.name: call.args for call in stub.calls()}
     assert args["ncclSend"]["peer"] == 1

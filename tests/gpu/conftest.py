@@ -1,10 +1,10 @@
-"""The communicator of the GPU tests, joined once per run, and what becomes of it once a test has failed.
+"""The communicator of the GPU tests, created once per run, and its cleanup after a failed test.
 
-Every rank is a process of its own that runs these tests in the same order: started by torchrun or by
-scripts/gpu/gpu_check.py, which also lets ranks share a GPU. Plain `pytest tests/gpu` is one rank.
+Each rank is a process that runs these tests in the same order. Start the ranks with torchrun or with
+scripts/gpu/gpu_check.py, which also lets ranks share a GPU. Plain `pytest tests/gpu` runs one rank.
 
-A rank whose test has failed has left the others behind in the middle of it. From there on nothing may wait for them:
-with several ranks the tests that follow fail at once, and communicators are aborted at the end instead of destroyed.
+A rank whose test failed is out of step with the others, so it must not wait for them again: with several ranks, its
+remaining tests fail at once, and communicators are aborted at the end instead of destroyed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FAILED = pytest.StashKey[str]()  # the first test that failed on this rank
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The examples come last: they need a little of everything, and nothing runs on several ranks behind a failure."""
+    """Run the examples last: they use most features, and on several ranks no test runs after a failure."""
     items.sort(key=lambda item: item.path.name == "test_gpu_examples.py")
 
 
@@ -38,11 +38,11 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 def pytest_runtest_setup(item: pytest.Item) -> None:
     failed = item.config.stash.get(FAILED, "")
     if failed and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        pytest.fail(f"not run: {failed} failed on this rank, and the other ranks may be waiting in it", pytrace=False)
+        pytest.fail(f"not run: {failed} failed on this rank, and the other ranks may still wait in it", pytrace=False)
 
 
 def close(comm: pynccl.Communicator, config: pytest.Config) -> None:
-    """At its end: destroyed, which waits for the other ranks; aborted once a test has failed here."""
+    """Destroy a communicator, which waits for the other ranks, or abort it if a test has failed on this rank."""
     if FAILED in config.stash:
         comm.abort()
     else:
@@ -51,32 +51,33 @@ def close(comm: pynccl.Communicator, config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def comm(pytestconfig: pytest.Config) -> Iterator[pynccl.Communicator]:
-    """All ranks of the launch; more ranks than GPUs share them."""
-    spec = os.environ.get("PYNCCL_LIBRARY", "host")  # ../conftest.py says host, for the tests beside these
+    """The communicator of all ranks of the launch. Ranks share GPUs if there are too few."""
+    spec = os.environ.get("PYNCCL_LIBRARY", "host")  # ../conftest.py sets host for the other tests
     library = pynccl.load("nccl" if spec == "host" else spec)
     if "RANK" in os.environ:
         local = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
         device = None if library.is_host else local % gpu_count()
-        made = pynccl.init(device=device, library=library)
+        comm = pynccl.init(device=device, library=library)
     else:
         device = None if library.is_host else 0
-        made = pynccl.Communicator.init(1, pynccl.get_unique_id(library), 0, device=device, library=library)
+        comm = pynccl.Communicator.init(1, pynccl.get_unique_id(library), 0, device=device, library=library)
     if not library.is_host:
-        torch.cuda.set_device(made.device)
-    yield made
-    close(made, pytestconfig)
+        torch.cuda.set_device(comm.device)
+    yield comm
+    close(comm, pytestconfig)
 
 
 @pytest.fixture
 def child(comm: pynccl.Communicator, pytestconfig: pytest.Config) -> Iterator[pynccl.Communicator]:
-    """A communicator of the same ranks that the test may end."""
-    made = comm.split(0, comm.rank)
-    assert made is not None
-    yield made
-    close(made, pytestconfig)
+    """A communicator of the same ranks that the test may destroy or abort."""
+    child = comm.split(0, comm.rank)
+    assert child is not None
+    yield child
+    close(child, pytestconfig)
 
 
 @pytest.fixture
 def own_launch() -> None:
+    """Skip a test that starts its own processes, unless this run has one rank."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        pytest.skip("starts processes of its own: for a run of these tests with one rank")
+        pytest.skip("starts its own processes: runs only with one rank")

@@ -1,4 +1,4 @@
-"""CUDA graphs of a step, and those of torch.compile: NCCL's destroy and abort wait for all of them."""
+"""Capture and destroy CUDA graphs, including those of torch.compile: NCCL's destroy and abort wait for all graphs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 
-def forget_graphs() -> None:
-    """Destroy what mode="reduce-overhead" has captured: it lives in dynamo's cache, not in the compiled function."""
+def destroy_compiled_graphs() -> None:
+    """Destroy the graphs of mode="reduce-overhead". They live in dynamo's cache, not in the compiled function."""
     if torch.cuda.is_available():
         from torch._inductor.cudagraph_trees import reset_cudagraph_trees
 
@@ -25,11 +25,11 @@ def forget_graphs() -> None:
 def captured(
     step: Callable[[], Sequence[Tensor]], mode: str = "thread_local"
 ) -> Iterator[tuple[torch.cuda.CUDAGraph, Sequence[Tensor]]]:
-    """The graph of a step, and where it leaves its results. mode: torch's default is "global"."""
+    """Capture a step. Yield the graph and the step's results. mode: torch's default is "global"."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for _ in range(2):  # NCCL connects, cuBLAS makes its handles: that cannot be captured
+        for _ in range(2):  # NCCL connects and cuBLAS creates handles, which cannot be captured
             step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -1,6 +1,6 @@
-"""Processes that GPU tests start: alone, or as ranks of their own that share a GPU, outside of the launch of the tests.
+"""Start processes for GPU tests, single or as ranks that share a GPU, outside the launch of the tests.
 
-A process that inherits RANK and MASTER_PORT would meet the ranks of this launch, as one that is there already."""
+A process that inherits RANK and MASTER_PORT would try to join the ranks of this launch under a rank already taken."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import tempfile
 import time
 from typing import NamedTuple
 
-_OF_A_LAUNCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_OF_LAUNCHES = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
+_LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_LAUNCH_PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
 
 
-class Ended(NamedTuple):
-    """A process that has ended, or was killed: code is -9 then."""
+class ProcessResult(NamedTuple):
+    """The result of a process. code is -9 if it was killed at the time limit."""
 
     code: int
     out: str
@@ -26,28 +26,29 @@ class Ended(NamedTuple):
     seconds: float
 
 
-def outside(**more: object) -> dict[str, str]:
-    """The environment without the launch that this process belongs to, and with `more`."""
-    own = {k: v for k, v in os.environ.items() if k not in _OF_A_LAUNCH and not k.startswith(_OF_LAUNCHES)}
-    return {**own, "PYNCCL_LIBRARY": "nccl", **{name: str(value) for name, value in more.items()}}
+def clean_environment(**more: object) -> dict[str, str]:
+    """Return the environment without the variables of this process's launch, and with `more`."""
+    kept = {k: v for k, v in os.environ.items() if k not in _LAUNCH_VARIABLES and not k.startswith(_LAUNCH_PREFIXES)}
+    return {**kept, "PYNCCL_LIBRARY": "nccl", **{name: str(value) for name, value in more.items()}}
 
 
-def as_ranks(command: list[str], n: int, seconds: float = 100.0, **more: object) -> list[Ended]:
-    """`python *command` as n ranks on GPU 0, without an agent that would end them all when one ends.
+def run_ranks(command: list[str], n: int, seconds: float = 100.0, **more: object) -> list[ProcessResult]:
+    """Run `python *command` as n ranks on GPU 0, without an agent that would kill all ranks when one exits.
 
-    NCCL refuses two ranks on one GPU of one machine, so each has an NCCL_HOSTID of its own, and they use sockets."""
+    NCCL rejects two ranks of a host on one GPU, so each rank has its own NCCL_HOSTID, and they use sockets."""
     port = _free_port()
     place = {"WORLD_SIZE": n, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     place |= {"NCCL_SOCKET_IFNAME": "lo", **more}
-    return _run([outside(RANK=rank, NCCL_HOSTID=f"rank{rank}", **place) for rank in range(n)], command, seconds)
+    environments = [clean_environment(RANK=rank, NCCL_HOSTID=f"rank{rank}", **place) for rank in range(n)]
+    return _run(environments, command, seconds)
 
 
-def alone(command: list[str], seconds: float = 100.0, **more: object) -> Ended:
-    """`python *command` as a process of no launch."""
-    return _run([outside(**more)], command, seconds)[0]
+def run_process(command: list[str], seconds: float = 100.0, **more: object) -> ProcessResult:
+    """Run `python *command` as a process that belongs to no launch."""
+    return _run([clean_environment(**more)], command, seconds)[0]
 
 
-def _run(environments: list[dict[str, str]], command: list[str], seconds: float) -> list[Ended]:
+def _run(environments: list[dict[str, str]], command: list[str], seconds: float) -> list[ProcessResult]:
     began, ended = time.monotonic(), []
     with contextlib.ExitStack() as stack:
         started = []
@@ -64,7 +65,7 @@ def _run(environments: list[dict[str, str]], command: list[str], seconds: float)
                 process.kill()
                 process.wait()
             texts = [file.seek(0) or file.read() for file in (out, err)]
-            ended.append(Ended(process.returncode, *texts, seconds_taken))
+            ended.append(ProcessResult(process.returncode, *texts, seconds_taken))
     return ended
 
 

@@ -1,4 +1,4 @@
-"""The overlapped matmuls as cases: their inputs, and what torch makes of the whole tensors on one rank."""
+"""Test cases of the overlapped matmuls: inputs, and the reference results of torch on the full tensors."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from pynccl.comm.observers import Observer
 from pynccl_autograd.overlap.lanes import Lane
 from pynccl_autograd.streams import side_stream
 
-SEQUENCE, BATCH, WIDTH, HIDDEN = 24, 2, 64, 96  # divisible by 1, 2 and 4 ranks; the rows not by all chunks
-BUSY_CYCLES = 50_000_000  # about 25 ms: far longer than the launches of a pass take
-SIZES = (512, 1536, 3072, 6144, 12288, 1 << 15, 1 << 18, 1 << 20)  # bytes, of what may have been freed
+# Divisible by 1, 2 and 4 ranks. The rows are not divisible by all chunk counts.
+SEQUENCE, BATCH, WIDTH, HIDDEN = 24, 2, 64, 96
+BUSY_CYCLES = 50_000_000  # about 25 ms: much longer than the launches of a pass
+SIZES = (512, 1536, 3072, 6144, 12288, 1 << 15, 1 << 18, 1 << 20)  # bytes of tensors that may have been freed
 
 
 class Case(NamedTuple):
-    """A pattern: the dimensions of x, w, y and bias that are cut over the ranks; None: equal on all."""
+    """A pattern: the dimensions of x, w, y and bias that are sharded over the ranks; None: replicated."""
 
     function: Any
     x_dim: int | None
@@ -39,14 +40,14 @@ CASES = {
 }
 
 
-def some_pairs(ways: Iterable[str]) -> list[tuple[str, str]]:
-    """(pattern, way): each way with two of the patterns, of which each has several ways. Half of the product."""
+def half_of_pairs(schedules: Iterable[str]) -> list[tuple[str, str]]:
+    """Return half of all (pattern, schedule) pairs: each schedule with two patterns, each pattern with several."""
     names = list(CASES)
-    return [(names[(at + more) % len(names)], way) for at, way in enumerate(ways) for more in (0, 2)]
+    return [(names[(at + more) % len(names)], schedule) for at, schedule in enumerate(schedules) for more in (0, 2)]
 
 
 class Tensors(NamedTuple):
-    """Inputs of a linear layer and the cotangent of y; or y and the gradients of the inputs, without which they are."""
+    """Inputs of a linear layer and the cotangent of y; or the gradients of these inputs, and y."""
 
     x: Tensor
     w: Tensor
@@ -54,20 +55,20 @@ class Tensors(NamedTuple):
     y: Tensor
 
 
-def part(t: Tensor, dim: int | None, comm: Communicator) -> Tensor:
-    """This rank's own copy of its part."""
+def shard_of(t: Tensor, dim: int | None, comm: Communicator) -> Tensor:
+    """Return a copy of this rank's shard."""
     return (t if dim is None else t.chunk(comm.size, dim)[comm.rank]).clone()
 
 
-def parts(case: Case, whole: Tensors, comm: Communicator) -> Tensors:
+def shards_of(case: Case, full: Tensors, comm: Communicator) -> Tensors:
     dims = (case.x_dim, case.w_dim, case.bias_dim, case.y_dim)
-    return Tensors(*(part(t, dim, comm) for t, dim in zip(whole, dims, strict=True)))
+    return Tensors(*(shard_of(t, dim, comm) for t, dim in zip(full, dims, strict=True)))
 
 
 def inputs(comm: Communicator, seed: int, exact: bool = True, sequence: int = SEQUENCE) -> Tensors:
-    """The whole tensors in float64, equal on all ranks.
+    """Return the full tensors in float64, equal on all ranks.
 
-    exact  of -1, 0 and 1: all sums are then integers below 256, which bfloat16 has, in whatever order they are made"""
+    exact  draw -1, 0 and 1: all sums are then integers below 256, exact in bfloat16 in any order of summation"""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
@@ -79,28 +80,28 @@ def inputs(comm: Communicator, seed: int, exact: bool = True, sequence: int = SE
     return Tensors(x, w if exact else w / 8, bias, draw(sequence, BATCH, HIDDEN))
 
 
-def reference(whole: Tensors) -> Tensors:
-    """What torch makes of the whole, in float64: y and the gradients."""
-    x, w, bias = (t.double().requires_grad_() for t in whole[:3])
+def reference(full: Tensors) -> Tensors:
+    """Return y and the gradients of the full tensors, computed by torch in float64."""
+    x, w, bias = (t.double().requires_grad_() for t in full[:3])
     y = F.linear(x, w, bias)
-    return Tensors(*torch.autograd.grad(y, (x, w, bias), whole.y.double()), y.detach())
+    return Tensors(*torch.autograd.grad(y, (x, w, bias), full.y.double()), y.detach())
 
 
 def to(tensors: Tensors, dtype: torch.dtype) -> Tensors:
     return Tensors(*(t.to(dtype) for t in tensors))
 
 
-def forward_and_backward(case: Case, own: Tensors, comm: Communicator, overlap: Any, **more: Any) -> Tensors:
-    """y and the gradients of this rank's parts."""
-    x, w, bias = (t.detach().requires_grad_() for t in own[:3])
+def forward_and_backward(case: Case, shards: Tensors, comm: Communicator, overlap: Any, **more: Any) -> Tensors:
+    """Return y and the gradients of this rank's shards."""
+    x, w, bias = (t.detach().requires_grad_() for t in shards[:3])
     y = case.function(x, w, comm, bias, overlap=overlap, **more)
-    return Tensors(*torch.autograd.grad(y, (x, w, bias), own.y), y.detach())
+    return Tensors(*torch.autograd.grad(y, (x, w, bias), shards.y), y.detach())
 
 
 def assert_same(found: Tensors, expected: Tensors, what: object) -> None:
-    """Bit by bit."""
-    for name, got, wanted in zip(Tensors._fields, found, expected, strict=True):
-        assert got.shape == wanted.shape and torch.equal(got.double(), wanted), f"{name} by {what}"
+    """Check bitwise equality."""
+    for name, got, reference in zip(Tensors._fields, found, expected, strict=True):
+        assert got.shape == reference.shape and torch.equal(got.double(), reference), f"{name} by {what}"
 
 
 def needs_peers(comm: Communicator) -> None:
@@ -109,24 +110,24 @@ def needs_peers(comm: Communicator) -> None:
 
 
 def delay(comm: Communicator) -> None:
-    """Let the communicator's side stream be late by far."""
+    """Delay the communicator's side stream."""
     side: Any = side_stream(comm)
     with torch.cuda.stream(side.stream):
         torch.cuda._sleep(BUSY_CYCLES)
 
 
-def trample(comm: Communicator) -> list[Tensor]:
-    """Take what the allocator has got back, and fill it with what is NaN in every type."""
+def overwrite_freed(comm: Communicator) -> list[Tensor]:
+    """Allocate the memory that was freed, and fill it with bytes that are NaN in every floating-point type."""
     return [torch.full((n,), 255, dtype=torch.uint8, device=comm.device) for n in SIZES for _ in range(12)]
 
 
-def untouched(trampled: list[Tensor]) -> bool:
-    """Whether nobody has written to it since."""
-    return bool(torch.stack([t.min() for t in trampled]).eq(255).all())
+def unchanged(memory: list[Tensor]) -> bool:
+    """Return whether the overwritten memory has kept its content."""
+    return bool(torch.stack([t.min() for t in memory]).eq(255).all())
 
 
 class Span(NamedTuple):
-    """What ran on a lane, between two events."""
+    """Work on a lane, between two events."""
 
     lane: Lane
     name: str
@@ -135,7 +136,7 @@ class Span(NamedTuple):
 
 
 class Timeline(Observer):
-    """Keeps the events of what ran."""
+    """Record the events of all work."""
 
     timing = True
 

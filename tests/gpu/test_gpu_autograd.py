@@ -1,4 +1,4 @@
-"""The differentiable collectives and the parallel layers on a GPU: exact adjoints, and equal to the unsharded layer."""
+"""Differentiable collectives and parallel layers on a GPU: exact adjoints, and equality with the unsharded layer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def random(*shape: int, seed: int, comm: Communicator, dtype: torch.dtype = torc
 
 
 def assert_equal(got: torch.Tensor | None, expected: torch.Tensor) -> None:
-    """Up to the order of summation in float64."""
+    """Check equality up to the order of summation in float64."""
     torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-11)
 
 
@@ -48,7 +48,7 @@ def test_column_then_row_equals_two_unsharded_layers(comm: Communicator, sequenc
     x = random(s, 3, width, seed=100, comm=comm).requires_grad_()
     w1, b1 = random(hidden, width, seed=1, comm=comm), random(hidden, seed=2, comm=comm)
     w2, b2 = random(width, hidden, seed=3, comm=comm), random(width, seed=4, comm=comm)
-    whole = [t.requires_grad_() for t in (w1, b1, w2, b2)]
+    full_parameters = [t.requires_grad_() for t in (w1, b1, w2, b2)]
     expected = F.linear(F.gelu(F.linear(x, w1, b1)), w2, b2)
     g = random(*expected.shape, seed=5, comm=comm)
     expected.backward(g)
@@ -58,19 +58,19 @@ def test_column_then_row_equals_two_unsharded_layers(comm: Communicator, sequenc
     column.load_full(w1.detach(), b1.detach())
     row.load_full(w2.detach(), b2.detach())
 
-    def part(t: torch.Tensor) -> torch.Tensor:
+    def shard(t: torch.Tensor) -> torch.Tensor:
         return t.chunk(comm.size)[comm.rank] if sequence_parallel else t
 
-    own_x = part(x.detach()).clone().requires_grad_()
+    own_x = shard(x.detach()).clone().requires_grad_()
     y = row(F.gelu(column(own_x)))
-    y.backward(part(g))
+    y.backward(shard(g))
 
     assert x.grad is not None
-    assert_equal(y, part(expected))
-    assert_equal(own_x.grad, part(x.grad))
+    assert_equal(y, shard(expected))
+    assert_equal(own_x.grad, shard(x.grad))
     own = [column.weight, column.bias, row.weight, row.bias]
     dims = [0, 0, 1, None]
-    for parameter, full, dim in zip(own, whole, dims, strict=True):
+    for parameter, full, dim in zip(own, full_parameters, dims, strict=True):
         assert parameter is not None and full.grad is not None
         assert_equal(parameter.grad, full.grad if dim is None else full.grad.chunk(comm.size, dim)[comm.rank])
     assert torch.equal(column.full_state()["weight"], w1.detach())

@@ -1,4 +1,4 @@
-"""vLLM's wrapper by its own names on a GPU: a communicator of all ranks of the launch."""
+"""vLLM's wrapper on a GPU: a communicator of all ranks of the launch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DataParallelGradients on a GPU: its sums, beside tensor parallelism, and in a CUDA graph."""
+"""DataParallelGradients on a GPU: averages, combined with tensor parallelism, and in a CUDA graph."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pynccl import Communicator
 from pynccl_autograd import OverlapConfig
 
 WIDTH, HIDDEN, ROWS = 64, 256, 32
-SMALL = 40_000  # bytes of a bucket: several of them are under way
+SMALL = 40_000  # bytes of a bucket: several buckets are in progress at once
 
 
 def model_of(comm: Communicator, dtype: torch.dtype, width: int = WIDTH) -> nn.Module:
@@ -30,22 +30,22 @@ def batch(comm: Communicator, rank: int, step: int, dtype: torch.dtype, width: i
 
 
 def grads(model: nn.Module, x: Tensor) -> list[Tensor]:
-    """Of this rank's loss, once the backward pass is over."""
+    """Return the gradients of this rank's loss after the backward pass."""
     model.zero_grad(set_to_none=True)
     model(x).square().mean().backward()
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
 def average(model: nn.Module, comm: Communicator, step: int, dtype: torch.dtype) -> list[Tensor]:
-    """The mean of all ranks' gradients, computed on this rank by a model without hooks."""
+    """Return the mean of all ranks' gradients, computed on this rank by a model without hooks."""
     each = [[g.double() for g in grads(model, batch(comm, rank, step, dtype))] for rank in range(comm.size)]
     return [torch.stack(same).mean(0) for same in zip(*each, strict=True)]
 
 
 def assert_close(found: list[Tensor], expected: list[Tensor], rtol: float) -> None:
     assert len(found) == len(expected)
-    for got, wanted in zip(found, expected, strict=True):
-        torch.testing.assert_close(got.double(), wanted, rtol=rtol, atol=rtol * float(wanted.abs().max()))
+    for got, reference in zip(found, expected, strict=True):
+        torch.testing.assert_close(got.double(), reference, rtol=rtol, atol=rtol * float(reference.abs().max()))
 
 
 @pytest.mark.parametrize(
@@ -65,36 +65,36 @@ def test_gradients_are_the_mean_of_all_ranks(
     data_parallel.remove()
 
 
-def test_beside_tensor_parallelism_both_are_right(comm: Communicator) -> None:
-    """Two communicators at once: buckets travel while the layers before them have their own collectives."""
+def test_data_and_tensor_parallelism_together(comm: Communicator) -> None:
+    """Two communicators at once: buckets are reduced while the preceding layers run their own collectives."""
     if comm.size % 2:
         pytest.skip("needs an even number of ranks")
     mesh = ad.Mesh(comm, {"dp": 2, "tp": comm.size // 2})
     dp, tp = mesh["dp"], mesh["tp"]
     config = OverlapConfig("slices", chunks=2)
     options: dict[str, Any] = {"overlap": config, "dtype": torch.float64, "sequence_parallel": False}
-    made, whole = [], []
+    sharded, full = [], []
     torch.manual_seed(1)
     for _ in range(3):
         pair = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
-        whole += [pair[0], nn.Tanh(), pair[1], nn.Tanh()]
+        full += [pair[0], nn.Tanh(), pair[1], nn.Tanh()]
         column, row = (
             ad.ColumnParallelLinear(WIDTH, HIDDEN, tp, **options),
             ad.RowParallelLinear(HIDDEN, WIDTH, tp, **options),
         )
         for layer, plain in ((column, pair[0]), (row, pair[1])):
             layer.load_full(plain.weight.detach().double(), plain.bias.detach().double())
-        made += [column, nn.Tanh(), row, nn.Tanh()]
-    model, plain_model = nn.Sequential(*made), nn.Sequential(*whole).to(comm.device, torch.float64)
+        sharded += [column, nn.Tanh(), row, nn.Tanh()]
+    model, plain_model = nn.Sequential(*sharded), nn.Sequential(*full).to(comm.device, torch.float64)
     data_parallel = ad.DataParallelGradients(model, dp, SMALL)
     for step in range(5):
         found = grads(model, batch(comm, dp.rank, step, torch.float64))
         expected = average(plain_model, dp, step, torch.float64)
-        cut = []
-        for at, wanted in enumerate(expected):  # weight and bias of a column, of a row
+        shards = []
+        for at, gradient in enumerate(expected):  # weight and bias of a column layer, of a row layer
             dim = (0, 0, 1, None)[at % 4]
-            cut.append(wanted if dim is None else wanted.chunk(tp.size, dim)[tp.rank])
-        assert_close(found, cut, 1e-9)
+            shards.append(gradient if dim is None else gradient.chunk(tp.size, dim)[tp.rank])
+        assert_close(found, shards, 1e-9)
     data_parallel.remove()
     mesh.close()
 

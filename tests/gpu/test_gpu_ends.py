@@ -1,17 +1,17 @@
-"""Processes that hang or end badly on a GPU: the watchdog speaks, and the process ends, with the right code."""
+"""Processes that hang or fail on a GPU: the watchdog reports, and the process exits with the right code."""
 
 from __future__ import annotations
 
 import pytest
-from gpu.launches import Ended, as_ranks
+from gpu.launches import ProcessResult, run_ranks
 
 pytestmark = pytest.mark.usefixtures("own_launch")
 
-SPEAKS = 2  # seconds, of PYNCCL_WATCH_TIMEOUT
-LEAVES = 8  # seconds from being connected until a rank that hangs leaves by itself, with code 7
-LIMIT = 35  # seconds, after which a process is killed: code -9
+WATCH_TIMEOUT = 2  # seconds, PYNCCL_WATCH_TIMEOUT
+EXIT_AFTER = 8  # seconds from connecting until a hung rank exits by itself, with code 7
+LIMIT = 35  # seconds until a process is killed: code -9
 
-# `x` is reduced, both ranks are connected; `leave` ends a rank that waits in a call of C.
+# Both ranks are connected after reducing `x`. `leave` ends a rank that waits in a C call.
 PRELUDE = """
 import os, sys, threading, time, torch, pynccl
 comm = pynccl.init(device=0)
@@ -21,18 +21,18 @@ y = torch.zeros_like(x)
 comm.all_reduce(x, y)
 torch.cuda.synchronize()
 comm.barrier()
-leave = threading.Timer(LEAVES, os._exit, (7,))
+leave = threading.Timer(EXIT_AFTER, os._exit, (7,))
 leave.daemon = True
-""".replace("LEAVES", str(LEAVES))
+""".replace("EXIT_AFTER", str(EXIT_AFTER))
 
 
-def run(source: str, action: str = "report") -> list[Ended]:
-    return as_ranks(["-c", PRELUDE + source], 2, LIMIT, PYNCCL_WATCH_TIMEOUT=SPEAKS, PYNCCL_WATCH_ACTION=action)
+def run(source: str, action: str = "report") -> list[ProcessResult]:
+    return run_ranks(["-c", PRELUDE + source], 2, LIMIT, PYNCCL_WATCH_TIMEOUT=WATCH_TIMEOUT, PYNCCL_WATCH_ACTION=action)
 
 
 @pytest.mark.parametrize(("calls", "action"), [(1, "raise"), (20_000, "report"), (20_000, "raise")])
-def test_a_missing_peer_is_told_also_where_the_main_thread_is_stuck_in_a_launch(calls: int, action: str) -> None:
-    """The queue of launches takes about a thousand; the call after that returns when a kernel has ended."""
+def test_a_missing_peer_is_reported_even_if_the_main_thread_is_stuck_in_a_launch(calls: int, action: str) -> None:
+    """The launch queue holds about a thousand calls. The next call blocks until a kernel completes."""
     ended = run(
         f"""
 leave.start()
@@ -76,8 +76,8 @@ comm.all_reduce(x, y)
     [(GRAPH, 0), (HUNG, 0), (HUNG + "raise ZeroDivisionError\n", 1)],
     ids=["a live graph", "a hung kernel", "an exception and a hung kernel"],
 )
-def test_a_process_ends_with(source: str, code: int) -> None:
-    """Within the ten seconds that it has for closing what is open, and what CUDA's own end takes."""
+def test_a_process_exits_with_the_right_code_despite(source: str, code: int) -> None:
+    """Within the ten seconds that cleanup may take, and the time of CUDA's own shutdown."""
     first, second = run(source)
     assert first.code == code, f"{first.code} after {first.seconds:.0f} s: {first.err}"
     assert ("ZeroDivisionError" in first.err) == (code == 1)

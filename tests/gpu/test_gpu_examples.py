@@ -1,4 +1,4 @@
-"""scripts/examples/ on a GPU: with the ranks of this launch; and as processes of their own that share it."""
+"""scripts/examples/ on a GPU: on the ranks of this launch, and as separate processes that share a GPU."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from gpu.launches import as_ranks
+from gpu.launches import run_ranks
 
 import pynccl
 
@@ -17,12 +17,12 @@ sys.path.append(str(FOLDER))
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "dead_rank"])
-def test_example_is_right_on_the_ranks_of_this_launch(comm: pynccl.Communicator, name: str) -> None:
+def test_example_on_the_ranks_of_this_launch(comm: pynccl.Communicator, name: str) -> None:
     if name == "checkpoint" and comm.size > 8:
         pytest.skip(f"{name} is for up to 8 ranks; these are {comm.size}")
     try:
         line = importlib.import_module(name).main(comm)
-    except pynccl.NcclVersionError as error:  # on all ranks alike
+    except pynccl.NcclVersionError as error:  # on all ranks
         pytest.skip(str(error))
     except ValueError as error:
         if "NCCL declined the buffer" not in str(error):
@@ -39,14 +39,14 @@ def test_example_is_right_on_the_ranks_of_this_launch(comm: pynccl.Communicator,
 
 @pytest.mark.usefixtures("own_launch")
 def test_hello_as_processes_that_share_a_gpu() -> None:
-    for rank, done in enumerate(as_ranks([str(FOLDER / "hello.py")], 2)):
+    for rank, done in enumerate(run_ranks([str(FOLDER / "hello.py")], 2)):
         assert done.code == 0, done.err
         assert done.out.startswith(f"hello: rank {rank} of 2 on cuda:0 of ")
 
 
 @pytest.mark.usefixtures("own_launch")
-def test_the_ranks_go_on_without_the_one_that_dies() -> None:
-    """It serves the others' store, as rank 0 does without an agent, for as long as it lives: so it is not rank 0."""
-    first, second, _ = as_ranks([str(FOLDER / "dead_rank.py")], 3)
+def test_the_ranks_continue_without_a_dead_rank() -> None:
+    """Without an agent, rank 0 hosts the store, so the rank that dies must be another one."""
+    first, second, _ = run_ranks([str(FOLDER / "dead_rank.py")], 3)
     assert (first.code, second.code) == (0, 0), first.err + second.err
     assert first.out.splitlines()[-1] == "dead_rank: 3 steps on 3 ranks, 3 on 2: all sums are right"

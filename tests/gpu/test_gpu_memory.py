@@ -1,4 +1,4 @@
-"""NCCL's own memory on a GPU: views, registration, windows, torch's pool, one-sided writes; configuration; plans."""
+"""NCCL's memory on a GPU: views, registration, windows, torch's pool, one-sided writes; configuration; plans."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ COUNT = 1 << 16
 
 
 def needs(comm: Communicator, function: str) -> None:
-    """Skip where the loaded NCCL is older than `function`."""
+    """Skip the test if the loaded NCCL is older than `function`."""
     if not comm.library.supports(function):
         pytest.skip(f"{comm.library} has no {function}")
 
@@ -23,7 +23,7 @@ def total(comm: Communicator) -> float:
 
 def test_torch_views_memory_of_nccl_without_a_copy(comm: Communicator) -> None:
     needs(comm, "ncclMemAlloc")
-    with pynccl.mem_alloc((4, COUNT), "float32", device=comm.device_index, library=comm.library) as memory:
+    with pynccl.mem_alloc((4, COUNT), "float32", device=comm.ordinal, library=comm.library) as memory:
         x = torch.from_dlpack(memory)
         assert (x.data_ptr(), tuple(x.shape), x.dtype) == (memory.pointer, (4, COUNT), torch.float32)
         y = torch.as_tensor(memory, device=comm.device)
@@ -36,9 +36,9 @@ def test_torch_views_memory_of_nccl_without_a_copy(comm: Communicator) -> None:
 
 
 @pytest.mark.parametrize("how", ["register", "window"])
-def test_memory_that_is_registered_or_a_window_is_reduced_in_place(comm: Communicator, how: str) -> None:
+def test_registered_memory_and_windows_are_reduced_in_place(comm: Communicator, how: str) -> None:
     needs(comm, {"register": "ncclCommRegister", "window": "ncclCommWindowRegister"}[how])
-    with pynccl.mem_alloc(COUNT, "float32", device=comm.device_index, library=comm.library) as memory:
+    with pynccl.mem_alloc(COUNT, "float32", device=comm.ordinal, library=comm.library) as memory:
         x = torch.from_dlpack(memory).fill_(comm.rank + 1)
         try:
             made = comm.register(memory) if how == "register" else comm.window(memory)
@@ -58,7 +58,7 @@ def test_a_put_arrives_in_the_window_of_the_peer_before_its_signal(comm: Communi
         pytest.skip("needs two ranks")
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     stream = pynccl.create_stream(comm.device, library=comm.library)
-    with pynccl.mem_alloc(COUNT, "float32", device=comm.device_index, library=comm.library) as memory:
+    with pynccl.mem_alloc(COUNT, "float32", device=comm.ordinal, library=comm.library) as memory:
         x = torch.from_dlpack(memory).fill_(-1)
         source = torch.full((COUNT,), float(comm.rank), device=comm.device)
         torch.cuda.synchronize()
@@ -76,7 +76,7 @@ def test_a_put_arrives_in_the_window_of_the_peer_before_its_signal(comm: Communi
         del x
 
 
-def test_tensors_of_the_pool_lie_in_memory_of_nccl(comm: Communicator) -> None:
+def test_tensors_of_the_pool_use_nccls_memory(comm: Communicator) -> None:
     needs(comm, "ncclMemAlloc")
     pool = pynccl.mem_pool(comm.library)
     with torch.cuda.use_mem_pool(pool):

@@ -1,4 +1,4 @@
-"""`python -m pynccl perf` on one GPU: times by events, data checked. In processes of one rank."""
+"""`python -m pynccl perf` on one GPU: timed with events, data checked. In separate processes of one rank."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from gpu.launches import alone
+from gpu.launches import run_process
 
 pytestmark = pytest.mark.usefixtures("own_launch")
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("own_launch")
 def test_one_gpu(tmp_path: Path, collective: str) -> None:
     file = tmp_path / "perf.json"
     words = [collective, "-b", "1K", "-e", "1M", "-f", "32", "-n", "5", "-c", "1", "--json", str(file)]
-    done = alone(["-m", "pynccl", "perf", *words])
+    done = run_process(["-m", "pynccl", "perf", *words])
     assert done.code == 0, done.err
     found = json.loads(file.read_text())
     assert (found["library"], found["clock"], found["summary"]["wrong"]) == ("NCCL", "CUDA events", 0)

@@ -10,7 +10,7 @@ import pynccl_autograd as ad
 from pynccl import Communicator
 
 COUNT = 1 << 20
-BUSY_CYCLES = 200_000_000  # about 100 ms: far longer than a launch takes
+BUSY_CYCLES = 200_000_000  # about 100 ms: much longer than a launch
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def total(comm: Communicator, each: float = 1.0) -> float:
 
 
 def fill_late(x: torch.Tensor, value: float) -> None:
-    """Set x after a long wait on the current stream: whoever does not wait for that stream reads the old values."""
+    """Set x after a long delay on the current stream: work that does not wait for that stream reads the old values."""
     torch.cuda._sleep(BUSY_CYCLES)
     x.fill_(value)
 
@@ -39,7 +39,7 @@ def test_the_current_stream_orders_a_collective_after_what_made_its_input(comm: 
 
 
 @pytest.mark.parametrize("how", ["current", "passed"])
-def test_a_torch_side_stream_is_used_where_it_is_current_or_passed(comm: Communicator, how: str) -> None:
+def test_a_torch_side_stream_is_used_if_current_or_passed(comm: Communicator, how: str) -> None:
     x, y = torch.zeros(COUNT, device=comm.device), torch.zeros(COUNT, device=comm.device)
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
@@ -56,7 +56,7 @@ def test_a_torch_side_stream_is_used_where_it_is_current_or_passed(comm: Communi
 
 
 @pytest.mark.parametrize("priority", [None, -1])
-def test_a_stream_of_pynccl_records_waits_and_answers(comm: Communicator, priority: int | None) -> None:
+def test_a_pynccl_stream_records_waits_and_can_be_queried(comm: Communicator, priority: int | None) -> None:
     library = comm.library
     producer = pynccl.create_stream(comm.device, library=library)
     consumer = pynccl.create_stream(comm.device, priority=priority, library=library)
@@ -75,13 +75,13 @@ def test_a_stream_of_pynccl_records_waits_and_answers(comm: Communicator, priori
 
 
 def reuse(x: torch.Tensor) -> None:
-    """Take the memory that the allocator has just got back, and write to it on the current stream."""
+    """Allocate the memory that was just freed, and write to it on the current stream."""
     for _ in range(8):
         torch.empty_like(x).fill_(-1.0)
 
 
 @pytest.mark.parametrize("kind", ["pynccl", "handle", "torch"])
-def test_buffers_may_be_dropped_while_a_side_stream_works_on_them(comm: Communicator, kind: str) -> None:
+def test_buffers_may_be_dropped_while_a_side_stream_uses_them(comm: Communicator, kind: str) -> None:
     made = pynccl.create_stream(comm.device)
     side = torch.cuda.Stream() if kind == "torch" else torch.cuda.ExternalStream(made.handle, device=comm.device)
     stream = {"pynccl": made, "handle": made.handle, "torch": side}[kind]
@@ -98,7 +98,7 @@ def test_buffers_may_be_dropped_while_a_side_stream_works_on_them(comm: Communic
     assert [result.unique().tolist() for result in results] == [[float(i * comm.size)] for i in range(10)]
 
 
-def test_streams_wait_for_the_current_one_and_the_other_way_round(comm: Communicator) -> None:
+def test_streams_wait_for_the_current_stream_and_vice_versa(comm: Communicator) -> None:
     side = pynccl.create_stream(comm.device)
     x = torch.zeros(COUNT, device=comm.device)
     torch.cuda.synchronize()
@@ -135,8 +135,8 @@ def test_a_captured_graph_repeats_the_collective_on_new_data(comm: Communicator,
 
 
 @pytest.mark.parametrize("ranks", ["all", "one"])
-def test_a_started_collective_may_be_waited_for_under_other_streams(comm: Communicator, ranks: str) -> None:
-    """Its memory is that of the stream of start(), which must not use it anew before the others are done with it."""
+def test_a_started_collective_may_be_waited_for_on_other_streams(comm: Communicator, ranks: str) -> None:
+    """Its memory belongs to the stream of start(), which must not reuse it before the other streams are done."""
     group = comm if ranks == "all" else comm.split(comm.rank)
     assert group is not None
     second, third = torch.cuda.Stream(), torch.cuda.Stream()

@@ -1,4 +1,4 @@
-"""init_process_group("pynccl") on GPUs: values, the order of streams, lifetimes of buffers, DDP, messages."""
+"""init_process_group("pynccl") on GPUs: values, stream order, buffer lifetimes, DDP, messages."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import torch.distributed as dist
 import pynccl.torch_backend
 from pynccl import Communicator
 
-LARGE = 1 << 22  # elements: kernels that take longer than a launch
+LARGE = 1 << 22  # elements: kernels take longer than a launch
 
 
 @pytest.fixture(scope="module")
 def device(comm: Communicator, tmp_path_factory: pytest.TempPathFactory) -> Iterator[torch.device]:
-    """The default group of all ranks is there; the GPU of this rank."""
+    """Initialize the default process group of all ranks, and return the GPU of this rank."""
     limit = timedelta(seconds=60)
     if comm.size > 1 or "RANK" in os.environ:
         dist.init_process_group("pynccl", timeout=limit)
@@ -44,7 +44,7 @@ def total(n: int) -> float:
 def test_collectives(comm: Communicator, device: torch.device, dtype: torch.dtype, asynchronous: bool) -> None:
     r, n = comm.rank, comm.size
     x = torch.full((5,), value(r), device=device).to(dtype)
-    everyone = [torch.full((5,), value(q), device=device).to(dtype) for q in range(n)]
+    inputs = [torch.full((5,), value(q), device=device).to(dtype) for q in range(n)]
 
     def done(work: Any) -> None:
         if work is not None:
@@ -53,18 +53,18 @@ def test_collectives(comm: Communicator, device: torch.device, dtype: torch.dtyp
     y = x.clone()
     done(dist.all_reduce(y, async_op=asynchronous))
     assert torch.equal(y, torch.full_like(x, total(n)) if dtype != torch.bool else torch.ones_like(x))
-    parts = [torch.empty_like(x) for _ in range(n)]
-    done(dist.all_gather(parts, x, async_op=asynchronous))
-    assert all(torch.equal(*pair) for pair in zip(parts, everyone, strict=True))
-    whole = torch.empty(n, 5, device=device).to(dtype)
-    done(dist.all_gather_into_tensor(whole, x[None], async_op=asynchronous))
-    assert torch.equal(whole, torch.stack(everyone))
+    gathered = [torch.empty_like(x) for _ in range(n)]
+    done(dist.all_gather(gathered, x, async_op=asynchronous))
+    assert all(torch.equal(*pair) for pair in zip(gathered, inputs, strict=True))
+    stacked = torch.empty(n, 5, device=device).to(dtype)
+    done(dist.all_gather_into_tensor(stacked, x[None], async_op=asynchronous))
+    assert torch.equal(stacked, torch.stack(inputs))
     z = x.clone() if r == n - 1 else torch.zeros_like(x)
     done(dist.broadcast(z, n - 1, async_op=asynchronous))
-    assert torch.equal(z, everyone[-1])
-    swapped = torch.empty_like(whole)
+    assert torch.equal(z, inputs[-1])
+    swapped = torch.empty_like(stacked)
     done(dist.all_to_all_single(swapped, x.expand(n, 5).contiguous(), async_op=asynchronous))
-    assert torch.equal(swapped, torch.stack(everyone))
+    assert torch.equal(swapped, torch.stack(inputs))
     columns = torch.zeros(5, 2, device=device).to(dtype)
     columns[:, 0] = x
     done(dist.all_reduce(columns[:, 0], async_op=asynchronous))
@@ -74,9 +74,9 @@ def test_collectives(comm: Communicator, device: torch.device, dtype: torch.dtyp
 def test_wait_orders_the_current_stream_and_does_not_block(comm: Communicator, device: torch.device) -> None:
     x = torch.full((LARGE,), value(comm.rank), device=device)
     for _ in range(20):
-        y = x * 1  # made on the current stream, behind what is queued there
+        y = x * 1  # computed on the current stream, after the queued work
         work = dist.all_reduce(y, async_op=True)
-        z = x * 2  # beside it
+        z = x * 2  # runs concurrently
         assert work is not None
         work.wait()
         y += 1
@@ -95,7 +95,7 @@ def test_buffers_may_be_dropped_before_the_call_has_run(comm: Communicator, devi
         work = dist.all_reduce(x, async_op=True)
         kept.append((work, x[:1]))
         del x
-        torch.full((LARGE,), -1.0, device=device)  # would take its memory
+        torch.full((LARGE,), -1.0, device=device)  # would reuse its memory
     for work, first in kept:
         assert work is not None
         work.wait()
@@ -105,7 +105,7 @@ def test_buffers_may_be_dropped_before_the_call_has_run(comm: Communicator, devi
 def test_messages_around_a_ring_both_ways(comm: Communicator, device: torch.device) -> None:
     r, n = comm.rank, comm.size
     if n == 1:
-        pytest.skip("one rank has nobody to write to")
+        pytest.skip("needs 2 ranks")
     x, left, right = torch.full((LARGE,), value(r), device=device), *torch.empty(2, LARGE, device=device)
     works = [dist.isend(x, (r + 1) % n), dist.isend(x, (r - 1) % n)]
     works += [dist.irecv(left, (r - 1) % n), dist.irecv(right, (r + 1) % n)]
@@ -119,7 +119,7 @@ def test_messages_around_a_ring_both_ways(comm: Communicator, device: torch.devi
     assert left[-1] == value((r - 1) % n)
 
 
-def test_ddp_averages_and_its_communicator_is_the_groups(comm: Communicator, device: torch.device) -> None:
+def test_ddp_averages_gradients_and_the_groups_communicator_is_reused(comm: Communicator, device: torch.device) -> None:
     torch.manual_seed(0)
     plain = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 8)).to(device)
     inputs = [torch.randn(16, 64, device=device) for _ in range(comm.size)]
@@ -129,13 +129,13 @@ def test_ddp_averages_and_its_communicator_is_the_groups(comm: Communicator, dev
     plain.zero_grad()
     model = torch.nn.parallel.DistributedDataParallel(plain, bucket_cap_mb=0.02)
     model(inputs[comm.rank]).square().mean().backward()
-    for p, wanted in zip(plain.parameters(), expected, strict=True):
-        torch.testing.assert_close(p.grad, wanted, rtol=1e-4, atol=1e-6)
+    for p, reference in zip(plain.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad, reference, rtol=1e-4, atol=1e-6)
     own = pynccl.Communicator.from_process_group()
     assert own is pynccl.Communicator.from_process_group() and own.device == str(device)
 
 
-def test_tensors_on_the_cpu_go_beside_those_on_the_gpu(comm: Communicator, device: torch.device) -> None:
+def test_cpu_and_gpu_tensors_in_one_group(comm: Communicator, device: torch.device) -> None:
     x, y = torch.ones(3), torch.ones(3, device=device)
     dist.all_reduce(x)
     dist.all_reduce(y)

@@ -1,4 +1,4 @@
-"""ad.trace on a GPU: slices lie where their kernels ran, and nothing waits for them."""
+"""ad.trace on a GPU: slices have the times of their kernels, and tracing does not wait for the GPU."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import pynccl_autograd as ad
 from pynccl import Communicator
 
 COUNT = 1 << 20
-BUSY_CYCLES = 200_000_000  # about 100 ms: far longer than a launch takes
+BUSY_CYCLES = 200_000_000  # about 100 ms: much longer than a launch
 
 
 class Late(nn.Module):
-    """x, and its cotangent, after a long wait on the current stream."""
+    """Return 2 x after a long delay on the current stream."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         torch.cuda._sleep(BUSY_CYCLES)
@@ -26,16 +26,16 @@ class Late(nn.Module):
 
 
 def slices(path: Path | None, category: str) -> list[dict[str, Any]]:
-    """Of rank 0; none on other ranks, which have no file."""
+    """Return the slices of rank 0. Other ranks have no file and return none."""
     if path is None:
         return []
     events = json.loads(path.read_text())["traceEvents"]
-    return [one for one in events if one["ph"] == "X" and one["cat"] == category and one["pid"] == 0]
+    return [event for event in events if event["ph"] == "X" and event["cat"] == category and event["pid"] == 0]
 
 
-def test_slices_lie_where_the_gpu_was_and_nothing_waits_for_it(comm: Communicator, tmp_path: Path) -> None:
+def test_slices_have_gpu_times_and_tracing_does_not_wait(comm: Communicator, tmp_path: Path) -> None:
     x = torch.ones(COUNT, device=comm.device)
-    out = torch.empty_like(x)  # in place, one rank alone would launch nothing
+    out = torch.empty_like(x)  # a single rank launches nothing in place
     comm.all_reduce(x, out)
     torch.cuda.synchronize()
     model = Late()
@@ -53,7 +53,7 @@ def test_slices_lie_where_the_gpu_was_and_nothing_waits_for_it(comm: Communicato
         assert call["args"]["bytes"] == 4 * COUNT and call["args"]["hidden_us"] == 0
 
 
-def test_work_beside_what_is_computed_is_in_a_lane_of_its_own(comm: Communicator, tmp_path: Path) -> None:
+def test_started_work_is_shown_as_hidden(comm: Communicator, tmp_path: Path) -> None:
     x = torch.ones(COUNT, device=comm.device)
     ad.start(ad.all_reduce, x, comm, grad="sum").wait()
     torch.cuda.synchronize()
@@ -63,4 +63,4 @@ def test_work_beside_what_is_computed_is_in_a_lane_of_its_own(comm: Communicator
         work.wait()
     if trace.path is not None and comm.size > 1:
         (call,) = slices(trace.path, "comm")
-        assert call["args"]["exposed_us"] < 0.5 * call["dur"]  # it has ended long before it was waited for
+        assert call["args"]["exposed_us"] < 0.5 * call["dur"]  # it completed long before wait()

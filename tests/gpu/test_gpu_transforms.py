@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpu.graphs import forget_graphs
+from gpu.graphs import destroy_compiled_graphs
 
 import pynccl_autograd as ad
 from pynccl import Communicator
 
 
 def values(comm: Communicator) -> tuple[torch.Tensor, torch.Tensor]:
-    """(this rank's input, the sum of all ranks' inputs), integer-valued."""
+    """Return (this rank's input, the sum of all ranks' inputs), integer-valued."""
     each = [torch.arange(1.0, 13.0, device=comm.device).view(4, 3) * (rank + 1) for rank in range(comm.size)]
     return each[comm.rank], torch.stack(each).sum(0)
 
@@ -33,4 +33,4 @@ def test_a_compiled_step_equals_the_eager_one(comm: Communicator, mode: str) -> 
             torch.testing.assert_close(x.grad, comm.size * 8 * total)
             del loss
     finally:
-        forget_graphs()  # the communicator of the session cannot be destroyed before
+        destroy_compiled_graphs()  # else the session's communicator cannot be destroyed

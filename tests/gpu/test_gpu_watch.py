@@ -1,4 +1,4 @@
-"""The flight recorder on a GPU: what has completed is learnt by the watchdog's events, and no capture is disturbed."""
+"""The flight recorder on a GPU: the watchdog's events show completed calls and leave graph captures intact."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from pynccl.watch import recorder
 from pynccl.watch.reader import read_file
 from pynccl.watch.records import COMPLETED, ISSUED, CallRecord
 
-SOON = 5.0  # seconds: some looks of the watchdog
+SOON = 5.0  # seconds: several polls of the watchdog
 
 
 def last_call(comm: Communicator) -> CallRecord:
-    """The newest call of this communicator, as its file has it."""
+    """Return the newest call of this communicator from its file."""
     own = recorder.started()
     assert own is not None and comm._track is not None
-    found = next(one for one in read_file(own.path).comms if one.uid == comm._track.uid)
+    found = next(record for record in read_file(own.path).comms if record.uid == comm._track.uid)
     return found.calls[-1]
 
 
@@ -34,13 +34,13 @@ def wait_for(comm: Communicator, state: str) -> CallRecord:
 
 @pytest.fixture(autouse=True)
 def recorded(comm: Communicator) -> None:
-    if not comm.recorded:
+    if not comm._is_recorded:
         pytest.skip("PYNCCL_WATCH=off")
     comm.all_reduce(torch.zeros(COUNT, device=comm.device))
     torch.cuda.synchronize()
 
 
-def test_a_call_is_issued_while_its_stream_is_busy_and_completed_after_that(comm: Communicator) -> None:
+def test_a_call_is_issued_while_its_stream_is_busy_and_then_completed(comm: Communicator) -> None:
     x = torch.zeros(COUNT, device=comm.device)
     for _ in range(20):  # about two seconds
         torch.cuda._sleep(BUSY_CYCLES)
@@ -51,14 +51,14 @@ def test_a_call_is_issued_while_its_stream_is_busy_and_completed_after_that(comm
     assert wait_for(comm, COMPLETED).completed > 0
 
 
-def test_the_watchdog_disturbs_no_capture_of_a_graph(comm: Communicator) -> None:
+def test_the_watchdog_does_not_disturb_a_graph_capture(comm: Communicator) -> None:
     x, y = torch.full((COUNT,), comm.rank + 1.0, device=comm.device), torch.zeros(COUNT, device=comm.device)
     comm.all_reduce(x, y)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         comm.all_reduce(x, y)
-        time.sleep(2.0)  # for some looks of the watchdog, in the middle of it
+        time.sleep(2.0)  # several polls of the watchdog during the capture
         y *= 2
     y.zero_()
     graph.replay()

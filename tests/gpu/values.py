@@ -1,4 +1,4 @@
-"""Inputs whose sums, products and means are exact in every data type on 1, 2 and 4 ranks, and what must come out."""
+"""Inputs whose sums, products and means are exact in every data type on 1, 2 and 4 ranks, and the expected results."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ OPS = ("sum", "prod", "min", "max", "avg")
 
 
 def values(rank: int, count: int) -> Tensor:
-    """Rank `rank`'s input in float64 on the CPU: ones and twos, in an order of its own."""
+    """Return the input of a rank in float64 on the CPU: ones and twos, in a different order on each rank."""
     i = torch.arange(count, dtype=torch.float64)
     return (i * i + i * rank + (i + rank) // 2) % 2 + 1
 
 
 def reduced(op: str, size: int, count: int, integer: bool) -> Tensor:
-    """The reduction of all ranks' values, in float64 on the CPU. Integers are averaged downwards."""
+    """Return the reduction of all ranks' values in float64 on the CPU. Means of integers are rounded down."""
     inputs = [values(rank, count) for rank in range(size)]
     if op in ("sum", "avg"):
         total = reduce(torch.add, inputs)
@@ -40,8 +40,8 @@ def reduced(op: str, size: int, count: int, integer: bool) -> Tensor:
     return reduce({"prod": torch.mul, "min": torch.minimum, "max": torch.maximum}[op], inputs)
 
 
-def plain(x: Tensor) -> Tensor:
-    """Back in float64 on the CPU, once the GPU is done."""
+def to_cpu_float64(x: Tensor) -> Tensor:
+    """Return the tensor in float64 on the CPU, which waits for the GPU."""
     return x.cpu().to(torch.float64)
 
 

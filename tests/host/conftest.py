@@ -1,4 +1,4 @@
-"""What the tests of the host library share: the transport of the communicators that a test makes, and some ranks."""
+"""Fixtures for tests of the host library: transports and groups of ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pynccl import host
 
 @pytest.fixture(scope="module", params=["shm", "sockets"])
 def transport(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each in turn; also for processes that a test starts."""
+    """Run the module's tests with each transport, which also applies to processes that a test starts."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(TRANSPORT, request.param)
         yield request.param
@@ -20,13 +20,14 @@ def transport(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture(scope="module", params=[2, 3, 4])
 def group(request: pytest.FixtureRequest, transport: str) -> Iterator[Ranks]:
-    """Ranks that all tests of a module use, and none ends."""
+    """Ranks shared by all tests of a module. No test may end them."""
     ranks = Ranks(request.param)
     yield ranks
     ranks.destroy()
 
 
-def that_a_test_may_break(size: int) -> Iterator[Ranks]:
+def breakable_ranks(size: int) -> Iterator[Ranks]:
+    """Yield ranks that a test may break: they are aborted at the end."""
     ranks = Ranks(size)
     yield ranks
     for comm in ranks.comms:
@@ -35,9 +36,9 @@ def that_a_test_may_break(size: int) -> Iterator[Ranks]:
 
 @pytest.fixture
 def pair() -> Iterator[Ranks]:
-    yield from that_a_test_may_break(2)
+    yield from breakable_ranks(2)
 
 
 @pytest.fixture
 def trio() -> Iterator[Ranks]:
-    yield from that_a_test_may_break(3)
+    yield from breakable_ranks(3)

@@ -1,4 +1,4 @@
-"""Communicators of the host library that shrink, grow, are revoked and rest; and several ids for one communicator."""
+"""Shrink, grow, revoke and suspend on the host library, and several unique ids for one communicator."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from host_calls import CallFailed, Ranks, all_reduced, call, in_threads, init_rank, number, refuses, unique_id
+from host_calls import CallFailed, Ranks, all_reduced, call, check_fails, get_int, in_threads, init_rank, unique_id
 from ranks import HOST, Place, RankPool
 
 import pynccl
@@ -31,12 +31,12 @@ def shrink(comm: int, excluded: list[int], flags: int = 0) -> int:
 # Shrink
 
 
-def test_survivors_form_a_communicator_and_the_parent_stays(trio: Ranks) -> None:
-    """Without an abort, and with one where nothing is under way; each communicator has a place of its own."""
+def test_shrink_makes_a_communicator_and_keeps_the_parent(trio: Ranks) -> None:
+    """Without an abort, and with one while no operation is in progress. Each new communicator is independent."""
     made = [in_threads(2, lambda i: shrink(trio.comms[2 * i], [1], flags)) for flags in (0, 0, 1)]  # noqa: B023
     for comms in made:
-        assert [number("ncclCommUserRank", comm) for comm in comms] == [0, 1]
-        assert [number("ncclCommCount", comm) for comm in comms] == [2, 2]
+        assert [get_int("ncclCommUserRank", comm) for comm in comms] == [0, 1]
+        assert [get_int("ncclCommCount", comm) for comm in comms] == [2, 2]
         assert in_threads(2, lambda i: all_reduced(comms[i], i + 1.0)) == [3.0, 3.0]  # noqa: B023
     assert trio.run(lambda rank, comm: all_reduced(comm, 1.0)) == [3.0] * 3
     for comm in (comm for comms in made for comm in comms):
@@ -64,8 +64,8 @@ def lose_rank(place: Place, identity: bytes, dead: int) -> tuple[str, float]:
     return lost.value.code.name, result
 
 
-def test_survivors_of_a_killed_rank_go_on(processes: RankPool) -> None:
-    """The id was made by this process, which lives."""
+def test_survivors_of_a_killed_rank_continue_after_shrink(processes: RankPool) -> None:
+    """This process created the unique id and stays alive."""
     outcomes = processes.outcomes(3, lose_rank, bytes(unique_id()), 1)
     assert [outcome.value for outcome in outcomes] == [("REMOTE_ERROR", 2.0), None, ("REMOTE_ERROR", 2.0)]
     assert "died: SIGKILL" in outcomes[1].report
@@ -74,7 +74,7 @@ def test_survivors_of_a_killed_rank_go_on(processes: RankPool) -> None:
 # Grow
 
 
-def test_a_communicator_grows() -> None:
+def test_grow_adds_ranks() -> None:
     comms = pynccl.Communicator.init_all(2)
     identity = comms[0].grow_id()
 
@@ -93,14 +93,14 @@ def test_a_communicator_grows() -> None:
         comm.destroy()
 
 
-def test_wrong_arguments(trio: Ranks) -> None:
+def test_wrong_arguments_raise(trio: Ranks) -> None:
     out, ids, comm = ctypes.byref(ctypes.c_void_p()), (abi.UniqueId * 4)(), trio.comms[0]
     rows: list[tuple[str, tuple[Any, ...], str]] = [
         ("ncclCommInitRankScalable", (out, 3, 0, 0, ids, None), "0 ids at an address; expected 1 to 3"),
         ("ncclCommInitRankScalable", (out, 3, 0, 4, ids, None), "4 ids at an address; expected 1 to 3"),
-        ("ncclCommGrow", (comm, 3, None, -1, out, None), "expected more than the 3 ranks"),
-        ("ncclCommGrow", (comm, 4, None, 0, out, None), "and -1"),
-        ("ncclCommGrow", (None, 4, None, 3, out, None), "has to pass the id"),
+        ("ncclCommGrow", (comm, 3, None, -1, out, None), "expected more than the 3 existing ranks"),
+        ("ncclCommGrow", (comm, 4, None, 0, out, None), "and rank -1"),
+        ("ncclCommGrow", (None, 4, None, 3, out, None), "unique id is NULL on a new rank"),
         ("ncclCommRevoke", (comm, 2), "revokeFlags is 0x2"),
         ("ncclCommSuspend", (comm, 0), "expected"),
         ("ncclCommMemStats", (comm, 4, ctypes.byref(ctypes.c_uint64())), "expected"),
@@ -109,13 +109,13 @@ def test_wrong_arguments(trio: Ranks) -> None:
         array = (ctypes.c_int * len(excluded))(*excluded)
         rows.append(("ncclCommShrink", (comm, array, len(excluded), out, None, 0), text))
     for name, arguments, text in rows:
-        refuses(Result.INVALID_USAGE if text == "itself" else Result.INVALID_ARGUMENT, text, name, *arguments)
+        check_fails(Result.INVALID_USAGE if text == "itself" else Result.INVALID_ARGUMENT, text, name, *arguments)
 
 
-# Revoke and rest
+# Revoke and suspend
 
 
-def test_a_revoked_communicator_can_only_shrink_and_end(trio: Ranks) -> None:
+def test_a_revoked_communicator_can_only_shrink_or_be_destroyed(trio: Ranks) -> None:
     data, stream = torch.zeros(3), host.HostStream()
     call("ncclRecv", data.data_ptr(), 3, FLOAT32, 1, trio.comms[0], stream.handle)  # never sent
     for comm in trio.comms:
@@ -123,14 +123,14 @@ def test_a_revoked_communicator_can_only_shrink_and_end(trio: Ranks) -> None:
     with pytest.raises(pynccl.NcclInvalidUsage, match="revoked"):
         stream.synchronize()
     arguments = (data.data_ptr(), data.data_ptr(), 3, FLOAT32, SUM, trio.comms[1], None)
-    refuses(Result.INVALID_USAGE, "revoked", "ncclAllReduce", *arguments)
+    check_fails(Result.INVALID_USAGE, "revoked", "ncclAllReduce", *arguments)
     made = in_threads(2, lambda rank: shrink(trio.comms[rank], [2]))
     assert in_threads(2, lambda i: all_reduced(made[i], 2.0)) == [4.0, 4.0]
     for comm in made + trio.comms:
         call("ncclCommDestroy", comm)
 
 
-def test_a_rest_gives_memory_back() -> None:
+def test_suspend_releases_memory() -> None:
     comms = pynccl.Communicator.init_all(2)
 
     def step(rank: int) -> float:

@@ -1,4 +1,4 @@
-"""The host library when calls disagree, a rank leaves, or nobody comes: every rank is told who did what."""
+"""Host library errors when calls disagree, a rank leaves, or a rank never joins: every rank names the culprit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from host_calls import CallFailed, Ranks, address, call, in_threads, last_error, number, refuses, row
+from host_calls import CallFailed, Ranks, address, call, check_fails, get_int, in_threads, last_error, row
 from torch import Tensor
 
 from pynccl.bindings.abi import DataType, RedOp, Result
@@ -18,13 +18,13 @@ INT32, FLOAT32, SUM = DataType.INT32, DataType.FLOAT32, RedOp.SUM
 Call = tuple[Any, ...]
 
 
-def arguments_of(rank: int, comm: int, name: str, *given: int) -> Call:
-    """Of a call with a buffer of zeros, which lives with this module."""
+def arguments_of(rank: int, comm: int, name: str, *values: int) -> Call:
+    """Return a call's name and arguments. Its buffer is ZEROS, which lives as long as this module."""
     if name == "ncclCommSplit":
         return name, comm, 0, 0, ctypes.byref(ctypes.c_void_p()), None
     if name == "ncclAllReduce":
-        return name, address(ZEROS), address(ZEROS), given[0], FLOAT32, given[1], comm, None
-    return name, address(ZEROS), given[0], FLOAT32, 1 - rank, comm, None
+        return name, address(ZEROS), address(ZEROS), values[0], FLOAT32, values[1], comm, None
+    return name, address(ZEROS), values[0], FLOAT32, 1 - rank, comm, None
 
 
 ZEROS = torch.zeros(600_000)
@@ -41,10 +41,10 @@ DISAGREE = [
 
 
 @pytest.mark.parametrize("calls", DISAGREE)
-def test_calls_that_disagree_are_named(pair: Ranks, calls: tuple[Call, Call]) -> None:
+def test_mismatched_calls_are_named(pair: Ranks, calls: tuple[Call, Call]) -> None:
     def body(rank: int, comm: int) -> str:
         text = "the calls of the ranks disagree"
-        refuses(Result.INVALID_USAGE, text, *arguments_of(rank, comm, *calls[rank]))
+        check_fails(Result.INVALID_USAGE, text, *arguments_of(rank, comm, *calls[rank]))
         return last_error(comm)
 
     for text in pair.run(body):
@@ -54,11 +54,11 @@ def test_calls_that_disagree_are_named(pair: Ranks, calls: tuple[Call, Call]) ->
 
 
 @pytest.mark.parametrize(("sent", "expected"), [(4, 8), (8, 4), (500_000, 4), (4, 500_000)])
-def test_a_message_of_another_size_is_named_by_both(pair: Ranks, sent: int, expected: int) -> None:
+def test_both_ranks_name_a_message_size_mismatch(pair: Ranks, sent: int, expected: int) -> None:
     def body(rank: int, comm: int) -> None:
         text = f"rank 0 sends {4 * sent} bytes to rank 1, which expects {4 * expected}"
         wrong = arguments_of(rank, comm, *(("ncclSend", sent), ("ncclRecv", expected))[rank])
-        refuses(Result.INVALID_USAGE, text, *wrong)
+        check_fails(Result.INVALID_USAGE, text, *wrong)
 
     pair.run(body)
 
@@ -67,9 +67,9 @@ def test_a_message_of_another_size_is_named_by_both(pair: Ranks, sent: int, expe
     ("leave", "why"),
     [("ncclCommAbort", "it aborted"), ("ncclCommDestroy", "it has destroyed the communicator")],
 )
-def test_how_a_rank_has_left_is_told(pair: Ranks, leave: str, why: str) -> None:
+def test_the_error_says_how_a_rank_left(pair: Ranks, leave: str, why: str) -> None:
     call(leave, pair.comms[1])
-    refuses(Result.REMOTE_ERROR, f"lost rank 1: {why}", *arguments_of(0, pair.comms[0], *REDUCE))
+    check_fails(Result.REMOTE_ERROR, f"lost rank 1: {why}", *arguments_of(0, pair.comms[0], *REDUCE))
 
 
 def test_abort_wakes_a_blocked_operation(pair: Ranks) -> None:
@@ -78,34 +78,34 @@ def test_abort_wakes_a_blocked_operation(pair: Ranks) -> None:
 
     def blocked() -> str:
         entered.set()
-        with pytest.raises(CallFailed) as refused:
+        with pytest.raises(CallFailed) as raised:
             call(*receives)
-        return refused.value.text
+        return raised.value.text
 
     def aborting() -> None:
         assert entered.wait(60)
         call("ncclCommAbort", pair.comms[0])
 
     assert "aborted" in in_threads(2, lambda rank: (blocked, aborting)[rank]())[0]
-    # The other end learns of it, and stays failed.
-    refuses(Result.REMOTE_ERROR, "lost rank 0", *arguments_of(1, pair.comms[1], *RECV))
-    assert number("ncclCommGetAsyncError", pair.comms[1]) == Result.REMOTE_ERROR
-    with pytest.raises(CallFailed, match="failed before"):
+    # The peer sees the failure and stays failed.
+    check_fails(Result.REMOTE_ERROR, "lost rank 0", *arguments_of(1, pair.comms[1], *RECV))
+    assert get_int("ncclCommGetAsyncError", pair.comms[1]) == Result.REMOTE_ERROR
+    with pytest.raises(CallFailed, match="already failed"):
         call(*arguments_of(1, pair.comms[1], *SEND))
     assert "ncclRecv(count=4, datatype=float32, peer=0) on rank 1 of 2" in last_error(pair.comms[1])
 
 
-def test_an_operation_that_nobody_joins_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_operation_without_peers_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYNCCL_HOST_TIMEOUT", "0.3")
     ranks = Ranks(2)
     text = r"ncclAllReduce\(count=4.*PYNCCL_HOST_TIMEOUT is 0.3 s"
-    refuses(Result.REMOTE_ERROR, text, *arguments_of(0, ranks.comms[0], *REDUCE))
+    check_fails(Result.REMOTE_ERROR, text, *arguments_of(0, ranks.comms[0], *REDUCE))
     for comm in ranks.comms:
         call("ncclCommAbort", comm)
 
 
 def test_destroying_early_loses_no_data() -> None:
-    """Rank 0 destroys as soon as its sends are done, while rank 1 has not yet read them all."""
+    """Rank 0 destroys as soon as its sends complete, before rank 1 has read them all."""
     for _ in range(20):
         ranks = Ranks(2)
         received = [torch.zeros(5000, dtype=torch.int32) for _ in range(3)]

@@ -1,4 +1,4 @@
-"""No wait outlives a failure: killed, frozen and interrupted ranks, forks, early exits; the error names who is lost."""
+"""A failure ends every wait: killed, frozen and interrupted ranks, forks, early exits. Errors name the lost rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pynccl.host import init as host_init
 ROOT = Path(__file__).parents[2]
 
 
-# What ranks do for ever
+# Calls that ranks repeat until one is lost
 
 
 def reducing(comm: Communicator, count: int, _: int) -> Callable[[], object]:
@@ -33,7 +33,7 @@ def reducing(comm: Communicator, count: int, _: int) -> Callable[[], object]:
 
 
 def messages(comm: Communicator, count: int, _: int) -> Callable[[], object]:
-    """In a ring: a rank talks to its neighbours alone."""
+    """A ring: each rank communicates with its neighbors only."""
     x, y = torch.ones(count), torch.zeros(count)
 
     def ring() -> None:
@@ -45,7 +45,7 @@ def messages(comm: Communicator, count: int, _: int) -> Callable[[], object]:
 
 
 def joining(comm: Communicator, _: int, victim: int) -> Callable[[], object]:
-    """The victim is killed between saying hello and connecting."""
+    """The victim is killed after it has announced itself and before it connects."""
     uid = torch.tensor(list(bytes(pynccl.get_unique_id())), dtype=torch.uint8)
     identity = bytes(comm.broadcast(uid, root=0).tolist())
     if comm.rank == victim:
@@ -56,11 +56,11 @@ def joining(comm: Communicator, _: int, victim: int) -> Callable[[], object]:
 Body = Callable[[Communicator, int, int], Callable[[], object]]
 
 
-def until_one_is_lost(comm: Communicator, what: Body, how: int, count: int, victim: int, folder: str) -> str:
-    """One that is frozen is killed when all others have failed, or the pool would wait for it."""
+def run_until_a_rank_is_lost(comm: Communicator, what: Body, how: int, count: int, victim: int, folder: str) -> str:
+    """Return this rank's error. A frozen victim is killed once all others have failed, else the pool waits for it."""
     pids = comm.all_gather(torch.tensor([os.getpid()])).tolist()
     call = what(comm, count, victim)
-    killer = (victim + 2) % comm.size  # which does not talk to the victim in a ring
+    killer = (victim + 2) % comm.size  # not a neighbor of the victim in the ring
     if what is not joining and comm.rank == killer:
         threading.Timer(0.2, os.kill, (pids[victim], how)).start()
     with pytest.raises(pynccl.NcclRemoteError) as failed:
@@ -82,23 +82,23 @@ def until_one_is_lost(comm: Communicator, what: Body, how: int, count: int, vict
         ("sockets", messages, signal.SIGKILL, 1 << 20, 2),
         ("shm", joining, signal.SIGKILL, 0, 0),
         ("sockets", joining, signal.SIGKILL, 0, 2),
-        ("shm", reducing, signal.SIGSTOP, 4, 0),  # rank 0 has the store
+        ("shm", reducing, signal.SIGSTOP, 4, 0),  # rank 0 hosts the store
         ("sockets", messages, signal.SIGSTOP, 4, 1),
     ],
 )
-def test_a_lost_rank_is_named_by_all(
+def test_all_survivors_name_a_lost_rank(
     tmp_path: Path, mode: str, what: Body, how: signal.Signals, count: int, victim: int
 ) -> None:
     pool = RankPool({**HOST, TRANSPORT: mode, "PYNCCL_HOST_TIMEOUT": "2" if how == signal.SIGSTOP else None})
     with contextlib.closing(pool):
-        outcomes = pool.outcomes(4, until_one_is_lost, what, how, count, victim, str(tmp_path))
+        outcomes = pool.outcomes(4, run_until_a_rank_is_lost, what, how, count, victim, str(tmp_path))
     assert "died: SIGKILL" in outcomes.pop(victim).report
     for outcome in outcomes:
         assert not outcome.report
         text = outcome.value
         assert f"rank {victim}" in text or "the store of the process that made the unique id" in text
-        says = "within the time-out, frozen or late" if how == signal.SIGSTOP else "its process has ended"
-        assert what is joining or says in text
+        expected = "within the timeout (frozen or late)" if how == signal.SIGSTOP else "its process has ended"
+        assert what is joining or expected in text
         assert "rank -1" not in text
 
 
@@ -106,7 +106,7 @@ def test_a_lost_rank_is_named_by_all(
 
 
 def interrupted_calls(_: Place) -> list[str]:
-    """Those in which Ctrl-C was heard."""
+    """Return the calls that Ctrl-C did not interrupt."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     small, large = torch.ones(4), torch.ones(1 << 20)
 
@@ -132,28 +132,28 @@ def interrupted_calls(_: Place) -> list[str]:
         "signal": lambda comm: comm.wait_signal(1, stream=0),
         "init": lambda _: Communicator.init(2, pynccl.get_unique_id(), 0),
     }
-    unheard = list(calls)
+    uninterrupted = list(calls)
     for name, call in calls.items():
         comms = Communicator.init_all(2)
         try:
             threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
             call(comms[0])
         except KeyboardInterrupt:
-            unheard.remove(name)
-        with pytest.raises(pynccl.NcclInvalidArgument):  # nothing is left for the next call
+            uninterrupted.remove(name)
+        with pytest.raises(pynccl.NcclInvalidArgument):  # no pending interrupt is left for the next call
             comms[1].library.check(comms[1].library.ncclMemFree(1), "ncclMemFree")
         pynccl.abort(comms)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    return unheard
+    return uninterrupted
 
 
 @pytest.mark.parametrize("mode", ["shm", "sockets"])
-def test_ctrl_c_is_heard_in_every_blocking_call(mode: str) -> None:
+def test_ctrl_c_interrupts_every_blocking_call(mode: str) -> None:
     with contextlib.closing(RankPool({**HOST, TRANSPORT: mode}, communicators=False)) as pool:
         assert pool.run(1, interrupted_calls) == [[]]
 
 
-# The end of a process
+# Exit of a process
 
 ENDS = """
 import os, sys, torch, pynccl
@@ -163,7 +163,7 @@ data = torch.zeros(4)
 for os.environ["PYNCCL_HOST_TRANSPORT"] in ("shm", "sockets"):
     comms = pynccl.Communicator.init_all(2)
     stream, large = pynccl.create_stream(), torch.ones(1 << 20)
-    comms[0].all_reduce(large, large, stream=stream)  # under way, on a thread that the child does not have
+    comms[0].all_reduce(large, large, stream=stream)  # in progress, on a thread that the child does not have
     if (child := os.fork()) == 0:
         try:
             comms[1].all_reduce(data)
@@ -171,19 +171,19 @@ for os.environ["PYNCCL_HOST_TRANSPORT"] in ("shm", "sockets"):
             print("child:", "inherited through a fork" in str(error), flush=True)
         sys.exit(7)
     print("parent:", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-    comms[1].all_reduce(torch.ones(1 << 20))  # over the connections that the child has left alone
+    comms[1].all_reduce(torch.ones(1 << 20))  # over the connections that the child has not closed
     stream.synchronize()
     print(large[0].item(), flush=True)
     pynccl.abort(comms)
-one, _ = init_all(2)  # by the functions of C: nobody ends it
+raw, _ = init_all(2)  # through the C functions: it is never destroyed
 stream = HostStream()
 for name, *arguments in (("ncclRecv", 4, 7, 1), ("ncclAllReduce", data.data_ptr(), 4, 7, 0)):
-    call(name, data.data_ptr(), *arguments, one, stream.handle)
+    call(name, data.data_ptr(), *arguments, raw, stream.handle)
 print("leaving")
 """
 
 
-def test_a_process_ends_whatever_it_has_forked_or_queued() -> None:
+def test_a_process_exits_despite_forks_and_queued_operations() -> None:
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/tests/support", "PYNCCL_LIBRARY": "host"}
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", ENDS]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)

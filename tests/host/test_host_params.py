@@ -1,4 +1,4 @@
-"""Parameters, the modelled link, simulated groups and per-call configurations of the host library."""
+"""Parameters, the modeled link, simulated groups and per-call configurations of the host library."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from host_calls import Ranks, call, refuses, split
+from host_calls import Ranks, call, check_fails, split
 
 import pynccl
 from pynccl import host
@@ -25,11 +25,11 @@ INVALID = Result.INVALID_ARGUMENT
 # Parameters
 
 
-def test_parameters_say_what_is_in_force(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_params_are_the_values_in_effect(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("PYNCCL_HOST_TIMEOUT", "12.5")
     monkeypatch.setenv("PYNCCL_HOST_LINK", "latency=5us")
-    given = {"PYNCCL_HOST_TIMEOUT": "12.5", "PYNCCL_HOST_LINK": "latency=5us"}
-    expected = {**given, "PYNCCL_HOST_INIT_TIMEOUT": "600", "PYNCCL_HOST_VERSION": "2.32.3"}
+    from_environment = {"PYNCCL_HOST_TIMEOUT": "12.5", "PYNCCL_HOST_LINK": "latency=5us"}
+    expected = {**from_environment, "PYNCCL_HOST_INIT_TIMEOUT": "600", "PYNCCL_HOST_VERSION": "2.32.3"}
     assert pynccl.params().items() >= expected.items()
     with pytest.raises(pynccl.NcclInvalidArgument, match="key is 'NCCL_BUFFSIZE'; expected one of PYNCCL_HOST_TIMEOUT"):
         pynccl.param("NCCL_BUFFSIZE")
@@ -37,8 +37,8 @@ def test_parameters_say_what_is_in_force(monkeypatch: pytest.MonkeyPatch, capsys
     call("ncclParamBind", ctypes.byref(handle), b"PYNCCL_HOST_TIMEOUT")
     for text in ("12.5", "128"):
         monkeypatch.setenv("PYNCCL_HOST_TIMEOUT", text)
-        says = "no integer of .* to 127; use ncclParamGetStr"
-        refuses(INVALID, says, "ncclParamGetI8", handle, ctypes.byref(out))
+        message = "expected an integer from .* to 127, or use ncclParamGetStr"
+        check_fails(INVALID, message, "ncclParamGetI8", handle, ctypes.byref(out))
     monkeypatch.setenv("PYNCCL_HOST_TIMEOUT", "100")
     call("ncclParamGetI8", handle, ctypes.byref(out))
     assert out.value == 100
@@ -46,15 +46,23 @@ def test_parameters_say_what_is_in_force(monkeypatch: pytest.MonkeyPatch, capsys
     host.function("ncclParamDumpAll")()
     printed = dict(line.split("=", 1) for line in capsys.readouterr().out.splitlines())
     assert printed["PYNCCL_HOST_VERSION"] == "2.32.3"
-    assert "expected a number of seconds above 0" in printed["PYNCCL_HOST_TIMEOUT"]
+    assert "expected a positive number of seconds" in printed["PYNCCL_HOST_TIMEOUT"]
 
 
-# The modelled link, and simulated groups
+# The modeled link and simulated groups
 
-GARBAGE = ["fast", "latency=50", "latency=50us/s", "bandwidth=0GB/s", "bandwidth=1GiB/s", "speed=1GB/s", "latency="]
+BAD_LINKS = [
+    "fast",
+    "latency=50",
+    "latency=50us/s",
+    "bandwidth=0GB/s",
+    "bandwidth=1GiB/s",
+    "speed=1GB/s",
+    "latency=",
+]
 
 
-def test_units_and_garbage_of_a_link() -> None:
+def test_link_units_and_invalid_links() -> None:
     for text, latency, bandwidth in (
         ("latency=50us,bandwidth=1GB/s", 50e-6, 1e9),
         ("bandwidth=2.5MB/s, latency=3ms", 3e-3, 2.5e6),
@@ -64,14 +72,14 @@ def test_units_and_garbage_of_a_link() -> None:
         read = link.parse(text)
         assert (read.latency, 1 / read.seconds_per_byte) == pytest.approx((latency, bandwidth)), text
     assert link.parse("") is None
-    for text in GARBAGE:
-        with pytest.raises(HostFailure, match="latency=50us,bandwidth=1GB/s") as refused:
+    for text in BAD_LINKS:
+        with pytest.raises(HostFailure, match="latency=50us,bandwidth=1GB/s") as raised:
             link.parse(text)
-        assert repr(text) in refused.value.text
+        assert repr(text) in raised.value.text
 
 
 def test_operations_take_the_time_of_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three ranks with 10 ms a step and 100 ms per MB. A communicator and its split share one link."""
+    """Three ranks with 10 ms per step and 100 ms per MB. A communicator and its split share one link."""
     monkeypatch.setenv("PYNCCL_HOST_LINK", "latency=10ms,bandwidth=10MB/s")
     ranks = Ranks(3)
     children = ranks.run(lambda rank, comm: split(comm, 0, rank))
@@ -96,15 +104,15 @@ def simulated(calls: Callable[[], Any]) -> float:
     return estimate.estimated_time
 
 
-def test_a_simulated_group_takes_the_time_of_the_link_and_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_simulated_group_predicts_the_time_of_the_link_and_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYNCCL_HOST_LINK", "latency=1ms,bandwidth=1MB/s")
     comms = pynccl.Communicator.init_all(2)
     data = torch.ones(1000)
-    # Every rank simulates, as all of them have to; each device has a link of its own.
-    one = simulated(lambda: [comm.all_reduce(data, torch.empty(1000)) for comm in comms])
-    assert one == pytest.approx(2 * 1000 + 4000)  # microseconds: two steps, and 2(p-1)/p of 4000 bytes
-    both = simulated(lambda: [comm.all_reduce(data, torch.empty(1000)) for comm in comms for _ in range(2)])
-    assert both == pytest.approx(2 * one)
+    # All ranks must simulate. Each device has its own link.
+    single = simulated(lambda: [comm.all_reduce(data, torch.empty(1000)) for comm in comms])
+    assert single == pytest.approx(2 * 1000 + 4000)  # microseconds: two steps and 2(p-1)/p of 4000 bytes
+    double = simulated(lambda: [comm.all_reduce(data, torch.empty(1000)) for comm in comms for _ in range(2)])
+    assert double == pytest.approx(2 * single)
 
     def swapping() -> None:
         for comm in comms:
@@ -113,12 +121,12 @@ def test_a_simulated_group_takes_the_time_of_the_link_and_runs_nothing(monkeypat
 
     assert simulated(swapping) == pytest.approx(1000 + 4000)
     assert data.tolist() == [1.0] * 1000
-    # One rank alone may ask the library itself: had it run anything, the ranks would now be out of step.
+    # A single rank may call the library directly: if it ran anything, the ranks would now be out of step.
     info = abi.SimInfo(ctypes.sizeof(abi.SimInfo), abi.SIM_INFO_MAGIC, 23203, -1.0)
     call("ncclGroupStart")
     call("ncclAllReduce", data.data_ptr(), data.data_ptr(), 1000, 7, SUM, comms[0].handle, None)
     call("ncclGroupSimulateEnd", ctypes.byref(info))
-    assert info.estimatedTime == pytest.approx(one)
+    assert info.estimatedTime == pytest.approx(single)
     with pynccl.group():
         results = [comm.all_reduce(data[:10]) for comm in comms]
     assert results[1].tolist() == [2.0] * 10
@@ -134,7 +142,7 @@ def config(**fields: Any) -> CollConfig:
 
 
 CALLS: dict[str, tuple[int, tuple[int, ...], list[list[float]]]] = {
-    # elements that each rank passes a count of; operator and root; what the two ranks' recv begin with
+    # count; operator and root; the first elements of the two ranks' recv buffers
     "ncclAllReduceConfig": (4, (SUM,), [[1, 1], [1, 1]]),
     "ncclBroadcastConfig": (4, (1,), [[1, 1], [1, 1]]),
     "ncclReduceScatterConfig": (2, (SUM,), [[1, 1], [1, 1]]),
@@ -149,12 +157,12 @@ WRONG = [
     ({"magic": 1}, "collective config has magic 0x1"),
     ({"size": 200}, "size 200; NCCL 2.32.3 expects"),
     ({"version": 23300}, "version 23300; NCCL 2.32.3 expects 23203 or less"),
-    ({"launchCompletionEvent": 77}, "event is 0x4d, which is the handle of no HostEvent"),
+    ({"launchCompletionEvent": 77}, "event is 0x4d; expected the handle of a live HostEvent"),
 ]
 
 
 def test_collectives_with_a_config(pair: Ranks) -> None:
-    """Rank 0 passes a config, rank 1 NULL: they fit together."""
+    """Rank 0 passes a config and rank 1 passes NULL: the calls match."""
 
     def body(rank: int, comm: int) -> None:
         for name, (count, extra, expected) in CALLS.items():
@@ -171,4 +179,4 @@ def test_collectives_with_a_config(pair: Ranks) -> None:
         struct = config()
         for name, value in change.items():
             setattr(struct, name, value)
-        refuses(INVALID, text, "ncclAllReduceConfig", *arguments, ctypes.byref(struct))
+        check_fails(INVALID, text, "ncclAllReduceConfig", *arguments, ctypes.byref(struct))

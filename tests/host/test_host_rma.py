@@ -1,4 +1,4 @@
-"""Memory and windows of the host library; puts, signals and waits, on streams, in groups, and when something fails."""
+"""Memory and windows of the host library; puts, signals and waits: on streams, in groups, and on failure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from host_calls import CallFailed, Ranks, allocate, call, in_threads, refuses, register, unique_id
+from host_calls import CallFailed, Ranks, allocate, call, check_fails, in_threads, register, unique_id
 
 import pynccl
 from pynccl import host
@@ -26,14 +26,14 @@ def test_memory_is_aligned_writable_and_freed_once() -> None:
         ctypes.memset(pointer, 7, nbytes)
         assert ctypes.string_at(pointer + nbytes - 1, 1) == b"\7"
         call("ncclMemFree", pointer)
-        refuses(INVALID, f"ptr is {pointer:#x}; expected one that ncclMemAlloc returned", "ncclMemFree", pointer)
+        check_fails(INVALID, f"ptr is {pointer:#x}; expected one that ncclMemAlloc returned", "ncclMemFree", pointer)
     assert allocate(0) == 0
     call("ncclMemFree", None)
     for nbytes in (1 << 60, (1 << 64) - 1):
-        refuses(Result.SYSTEM_ERROR, "out of memory", "ncclMemAlloc", ctypes.byref(ctypes.c_void_p()), nbytes)
+        check_fails(Result.SYSTEM_ERROR, "out of memory", "ncclMemAlloc", ctypes.byref(ctypes.c_void_p()), nbytes)
 
 
-def test_windows_have_the_same_numbers_everywhere(pair: Ranks) -> None:
+def test_windows_have_equal_handles_on_all_ranks(pair: Ranks) -> None:
     pointers = [allocate(4096) for _ in range(2)]
     numbers = [pair.run(lambda rank, comm: register(comm, pointers[rank], 4096)) for _ in range(3)]
     out = [ctypes.c_void_p() for _ in range(2)]
@@ -50,28 +50,28 @@ def test_windows_have_the_same_numbers_everywhere(pair: Ranks) -> None:
         assert found.value == pointers[rank]
         call("ncclCommWindowDeregister", comm, numbers[1][rank])
         for name, *more in (("ncclCommWindowDeregister",), ("ncclWinGetUserPtr", ctypes.byref(found))):
-            refuses(INVALID, "which this communicator does not have", name, comm, numbers[1][rank], *more)
+            check_fails(INVALID, "expected a window that is registered", name, comm, numbers[1][rank], *more)
     for pointer in pointers:
         call("ncclMemFree", pointer)
 
 
-def test_what_one_rank_does_wrong_is_an_error_on_all(pair: Ranks) -> None:
-    one, other = (allocate(4096) for _ in range(2))
+def test_a_mistake_of_one_rank_raises_on_all_ranks(pair: Ranks) -> None:
+    first, second = (allocate(4096) for _ in range(2))
     cases = [
-        ([(one, 4096, 0), (other + 64, 4, 0)], "rank 1 passes a buffer that is empty or does not start"),
-        ([(None, 4096, 0), (other, 4096, 0)], "rank 0 passes a buffer that is empty"),
-        ([(one, 4096, 8), (other, 4096, 0)], "rank 0 passes winFlags 0x8; expected 0 to 3"),
-        ([(one, 4096, 1), (other, 4096, 0)], r"the ranks disagree.*winFlags \[1, 0\]"),
+        ([(first, 4096, 0), (second + 64, 4, 0)], "rank 1 passes a buffer that is empty or does not start"),
+        ([(None, 4096, 0), (second, 4096, 0)], "rank 0 passes a buffer that is empty"),
+        ([(first, 4096, 8), (second, 4096, 0)], "rank 0 passes winFlags 0x8; expected 0 to 3"),
+        ([(first, 4096, 1), (second, 4096, 0)], r"the ranks disagree.*winFlags \[1, 0\]"),
     ]
 
     def body(rank: int, comm: int) -> int:
         for arguments, text in cases:
             with pytest.raises(CallFailed, match=text):
                 register(comm, *arguments[rank])
-        return register(comm, (one, other)[rank], 4096)
+        return register(comm, (first, second)[rank], 4096)
 
-    assert len(set(pair.run(body))) == 1  # still in step
-    for pointer in (one, other):
+    assert len(set(pair.run(body))) == 1  # the ranks are still in step
+    for pointer in (first, second):
         call("ncclMemFree", pointer)
 
 
@@ -79,7 +79,7 @@ def test_what_one_rank_does_wrong_is_an_error_on_all(pair: Ranks) -> None:
 
 
 class Windowed(Ranks):
-    """Ranks with memory of 4096 bytes each, and one window on it."""
+    """Ranks with 4096 bytes of memory each, and one window over it."""
 
     def __init__(self, size: int) -> None:
         super().__init__(size)
@@ -92,9 +92,9 @@ class Windowed(Ranks):
         args = (data.data_ptr(), data.numel(), INT32, peer, window, offset, 0, 0, 0, self.comms[rank], stream)
         call("ncclPutSignal", *args)
 
-    def wait(self, rank: int, wanted: dict[int, int], *, stream: int = 0) -> None:
-        rows = (abi.WaitSignalDesc * len(wanted))(*(abi.WaitSignalDesc(n, peer, 0, 0) for peer, n in wanted.items()))
-        call("ncclWaitSignal", len(wanted), rows, self.comms[rank], stream)
+    def wait(self, rank: int, counts: dict[int, int], *, stream: int = 0) -> None:
+        rows = (abi.WaitSignalDesc * len(counts))(*(abi.WaitSignalDesc(n, peer, 0, 0) for peer, n in counts.items()))
+        call("ncclWaitSignal", len(counts), rows, self.comms[rank], stream)
 
 
 def values(pointer: int, count: int) -> torch.Tensor:
@@ -111,8 +111,8 @@ def group() -> Iterator[Windowed]:
         call("ncclMemFree", pointer)
 
 
-def test_all_put_first_and_wait_afterwards(group: Windowed) -> None:
-    """To everybody, itself included, many times: no put waits for its target."""
+def test_puts_do_not_wait_for_their_target(group: Windowed) -> None:
+    """Each rank puts to all ranks, including itself, many times."""
     n, rounds = group.size, 20
 
     def body(rank: int, comm: int) -> list[list[int]]:
@@ -120,15 +120,15 @@ def test_all_put_first_and_wait_afterwards(group: Windowed) -> None:
             for peer in range(n):
                 data = torch.tensor([rank, peer, step], dtype=torch.int32)
                 group.put(rank, data, peer, 64 * rank)
-                data.zero_()  # free when the put has completed
+                data.zero_()  # the buffer may be reused once the put has completed
         group.wait(rank, dict.fromkeys(range(n), rounds))
         return [group.memory[rank][16 * peer : 16 * peer + 3].tolist() for peer in range(n)]
 
     assert group.run(body) == [[[peer, rank, rounds - 1] for peer in range(n)] for rank in range(n)]
 
 
-def test_on_streams_and_in_a_group(group: Windowed) -> None:
-    """A wait holds its own stream up and no other: rank 0 waits for what it provokes by a put on another stream."""
+def test_a_wait_blocks_only_its_own_stream(group: Windowed) -> None:
+    """Rank 0 waits on one stream for a signal that it triggers by a put on another stream."""
     waiting, putting, answering = host.HostStream(), host.HostStream(), host.HostStream()
     group.wait(0, {1: 1}, stream=waiting.handle)
     copied = torch.zeros(1, dtype=torch.int32)
@@ -136,7 +136,7 @@ def test_on_streams_and_in_a_group(group: Windowed) -> None:
     assert not waiting.query()
     seven, nine = (torch.tensor([value], dtype=torch.int32) for value in (7, 9))
     group.put(0, seven, 1, stream=putting.handle)
-    call("ncclGroupStart")  # in the "wrong" order: the group lets everything progress
+    call("ncclGroupStart")  # wait before put: all operations of a group progress
     group.wait(1, {0: 1}, stream=answering.handle)
     group.put(1, nine, 0, stream=answering.handle)
     call("ncclGroupEnd")
@@ -145,7 +145,7 @@ def test_on_streams_and_in_a_group(group: Windowed) -> None:
     assert (copied.item(), group.memory[1][0].item()) == (9, 7)
 
 
-def test_signals_are_counted_once_by_peer_number_and_context(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signals_are_counted_by_peer_index_and_context(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYNCCL_HOST_TIMEOUT", "2")
     identity = unique_id()
     config = pynccl.CommConfig(num_rma_sig=2, num_rma_ctx=3).to_struct(pynccl.load("host"))
@@ -160,20 +160,20 @@ def test_signals_are_counted_once_by_peer_number_and_context(monkeypatch: pytest
         for _ in range(times):
             call("ncclSignal", 1, index, context, 0, comms[0], None)
     for arguments, text in (((2, 0), "sigIdx is 2; expected 0 to 1"), ((0, 3), "ctx is 3; expected 0 to 2")):
-        refuses(INVALID, text, "ncclSignal", 1, *arguments, 0, comms[0], None)
+        check_fails(INVALID, text, "ncclSignal", 1, *arguments, 0, comms[0], None)
     rows = (abi.WaitSignalDesc * 3)(*(abi.WaitSignalDesc(*row) for row in ((3, 0, 1, 2), (1, 0, 0, 2), (1, 0, 1, 0))))
     call("ncclWaitSignal", 3, rows, comms[1], None)
-    text = r"missing signals: .*1 of rank 0 \(sigIdx=0, ctx=2\).*after 2 s"
-    refuses(Result.REMOTE_ERROR, text, "ncclWaitSignal", 3, rows, comms[1], None)
+    text = r"missing signals: .*1 from rank 0 \(sigIdx=0, ctx=2\).*after 2 s"
+    check_fails(Result.REMOTE_ERROR, text, "ncclWaitSignal", 3, rows, comms[1], None)
     for comm in comms:
         call("ncclCommAbort", comm)
 
 
-def test_wrong_arguments(group: Windowed) -> None:
+def test_wrong_arguments_of_a_put_raise(group: Windowed) -> None:
     data = torch.ones(1, dtype=torch.int32)
     for change, text in (
         ({"offset": NBYTES}, "4 bytes at offset 4096 do not fit into the window of rank 1, which has 4096"),
-        ({"window": 77}, "window is 0x4d, which this communicator does not have"),
+        ({"window": 77}, "window is 0x4d; expected a window that is registered"),
         ({"peer": 9}, "peer is 9; expected a rank"),
         ({"signal": 1}, "sigIdx is 1; expected 0 to 0"),
         ({"flags": 1}, "flags is 0x1; expected 0"),
@@ -182,7 +182,7 @@ def test_wrong_arguments(group: Windowed) -> None:
         right = {"buffer": data.data_ptr(), "peer": 1, "window": group.windows[0], "offset": 0, "signal": 0, "flags": 0}
         buffer, peer, window, offset, number, flags = {**right, **change}.values()
         arguments = (buffer, 1, INT32, peer, window, offset, number, 0, flags, group.comms[0], None)
-        refuses(INVALID, text, "ncclPutSignal", *arguments)
+        check_fails(INVALID, text, "ncclPutSignal", *arguments)
     group.windows = group.run(lambda rank, comm: register(comm, group.pointers[rank], 4 if rank else NBYTES, 1))
-    with pytest.raises(CallFailed, match="window of rank 1, which has 4"):  # the size of the target's part counts
+    with pytest.raises(CallFailed, match="window of rank 1, which has 4"):  # the size of the target's memory is checked
         group.put(0, torch.ones(2, dtype=torch.int32), 1)

@@ -23,9 +23,9 @@ SECONDS = 60
 
 @pytest.fixture
 def stream() -> Iterator[HostStream]:
-    one = HostStream()
-    yield one
-    one.close()
+    stream = HostStream()
+    yield stream
+    stream.close()
 
 
 def fail() -> None:
@@ -33,24 +33,24 @@ def fail() -> None:
 
 
 def test_work_runs_in_order_on_another_thread() -> None:
-    one, seen, gate = HostStream(priority=-1), [], threading.Event()
-    assert one.query()
-    assert one.__cuda_stream__() == (0, one.handle) and find(one.handle) is one and find(0) is None
-    one.submit(partial(gate.wait, SECONDS))
+    stream, seen, gate = HostStream(priority=-1), [], threading.Event()
+    assert stream.query()
+    assert stream.__cuda_stream__() == (0, stream.handle) and find(stream.handle) is stream and find(0) is None
+    stream.submit(partial(gate.wait, SECONDS))
     for i in range(100):
-        one.submit(partial(lambda i: seen.append((i, threading.get_ident())), i))
-    event = one.record()
-    assert not one.query() and not event.query()
+        stream.submit(partial(lambda i: seen.append((i, threading.get_ident())), i))
+    event = stream.record()
+    assert not stream.query() and not event.query()
     gate.set()
-    one.close()  # runs what is queued
+    stream.close()  # runs the queued work
     assert event.query()
     assert [i for i, _ in seen] == list(range(100))
     assert len(workers := {worker for _, worker in seen}) == 1 and threading.get_ident() not in workers
-    one.close()
+    stream.close()
     with pytest.raises(HostFailure, match="closed"):
-        find(one.handle)
+        find(stream.handle)
     with pytest.raises(RuntimeError, match="closed"):
-        one.submit(fail)
+        stream.submit(fail)
 
 
 def test_a_stream_waits_for_an_event_of_another(stream: HostStream) -> None:
@@ -70,7 +70,7 @@ def test_a_stream_waits_for_an_event_of_another(stream: HostStream) -> None:
     other.close()
 
 
-def test_an_error_is_raised_once_and_the_worker_lives_on(stream: HostStream) -> None:
+def test_an_error_is_raised_once_and_the_worker_continues(stream: HostStream) -> None:
     seen: list[int] = []
     stream.submit(fail)
     event = stream.record()
@@ -81,7 +81,7 @@ def test_an_error_is_raised_once_and_the_worker_lives_on(stream: HostStream) -> 
     event.synchronize()
     assert seen == [1]
     stream.submit(fail)
-    with pytest.raises(errors.NcclRemoteError):  # by the stream, if no event did
+    with pytest.raises(errors.NcclRemoteError):  # the stream raises it if no event did
         stream.synchronize()
     stream.synchronize()
 
@@ -90,7 +90,7 @@ def test_an_error_is_raised_once_and_the_worker_lives_on(stream: HostStream) -> 
 
 
 def test_a_group_that_mixes_streams_joins_them(pair: Ranks) -> None:
-    """Runs on the first stream after the work of the others; the others go on after it."""
+    """The group runs on the first stream, after the work of the others. The others continue after it."""
 
     def body(rank: int) -> tuple[Tensor, Tensor]:
         first, second, gate = HostStream(), HostStream(), threading.Event()

@@ -1,4 +1,4 @@
-"""The host library posing as each supported release: what works there, what is gated, and with which words."""
+"""The host library in the version of each supported release: available functions, and errors for the others."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ import pynccl
 from pynccl.bindings import abi
 from pynccl.bindings.errors import NcclVersionError
 from pynccl.bindings.structs import CommConfig
-from pynccl.host.version import posed_version
+from pynccl.host.version import reported_version
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from dump_nccl_abi import VERSIONS
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_every_release(version: str) -> None:
+def test_every_supported_release(version: str) -> None:
     pool = RankPool({**HOST, "PYNCCL_HOST_VERSION": version}, communicators=False)
-    pool.run(1, everything, version)
+    pool.run(1, check_release, version)
     pool.close()
 
 
-def everything(_: Place, dotted: str) -> None:
-    """One process per version is what costs, so all looks are taken in one."""
+def check_release(_: Place, dotted: str) -> None:
+    """All checks of a version. They share one process, as starting one per check takes long."""
     warnings.simplefilter("error")
     library, version = pynccl.load(), tuple(map(int, dotted.split(".")))
     assert library.version == version
     missing = {name for name, row in abi.FUNCTIONS.items() if row.since > version}
     assert {name for name in abi.FUNCTIONS if not library.supports(name)} == missing
-    configs(library, dotted, version)
+    check_config_fields(library, dotted, version)
     comms = pynccl.Communicator.init_all(2)
     calls: dict[str, Callable[[], Any]] = {
         "ncclMemAlloc": lambda: pynccl.mem_alloc(8).free(),
@@ -55,8 +55,8 @@ def everything(_: Place, dotted: str) -> None:
         comm.destroy()
 
 
-def configs(library: Any, dotted: str, version: abi.Version) -> None:
-    """Fields that came later are named."""
+def check_config_fields(library: Any, dotted: str, version: abi.Version) -> None:
+    """Check that a config field is accepted from its release on, and that the error names it in older releases."""
     fields = {"min_ctas": (2, 17), "traffic_class": (2, 26), "comm_name": (2, 27), "nvls_host_mode": (2, 32)}
     for name, since in fields.items():
         config = CommConfig(**{name: "x" if name == "comm_name" else 1})
@@ -68,11 +68,11 @@ def configs(library: Any, dotted: str, version: abi.Version) -> None:
                 pynccl.Communicator.init(1, pynccl.get_unique_id(), 0, config=config)
 
 
-def test_versions_that_can_be_posed_as_and_that_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_valid_and_invalid_values_of_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYNCCL_HOST_VERSION", "2.21")  # without a patch level
-    assert posed_version() == (2, 21, 0)
+    assert reported_version() == (2, 21, 0)
     for text in ("2.17.1", "2.33.0", "3", "2.21.5rc1", "latest"):
         monkeypatch.setenv("PYNCCL_HOST_VERSION", text)
         expected = f"PYNCCL_HOST_VERSION='{text}': expected the number of an NCCL release from 2.18 to 2.32.3"
         with pytest.raises(NcclVersionError, match=expected):
-            posed_version()
+            reported_version()

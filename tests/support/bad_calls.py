@@ -1,4 +1,4 @@
-"""Calls that must be refused, and what their errors have to say; good calls like them, to come before."""
+"""Invalid calls with the errors they must raise."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class CudaArray:
         self.__cuda_array_interface__ = {**plain, **changes}
 
 
-# A call that must be refused, the kind of its error, and parts of its message between " … ".
+# An invalid call, and the expected error: "Type: part … part".
 Bad = tuple[Callable[[Communicator], Any], str]
 
 
 class Hostile:
-    """Raises wherever it is asked for anything that it does not have."""
+    """An object that raises RuntimeError for every missing attribute."""
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError(f"no {name} today")
@@ -37,7 +37,7 @@ class Hostile:
 READ_ONLY = np.zeros(4)
 READ_ONLY.flags.writeable = False
 
-# By a rank of four.
+# Called on one rank of a communicator of four.
 BAD: list[Bad] = [
     (
         lambda c: c.all_reduce(zeros(4, 6).t()),
@@ -70,27 +70,27 @@ BAD: list[Bad] = [
     (lambda c: c.all_reduce((64, 4, F4), stream=0), "TypeError: cannot allocate the result like a tuple: pass recv="),
     (
         lambda c: c.all_reduce((4096, 8, F4), (4104, 8, F4), stream=0),
-        "ValueError: all_reduce: send and recv overlap, 8 bytes apart … in place means an offset of 0 bytes",
+        "ValueError: all_reduce: send and recv overlap, 8 bytes apart … an in-place call requires exactly 0",
     ),
     (
         lambda c: c.all_gather((4096, 8, F4), (4096, 32, F4), stream=0),
-        "ValueError: all_gather: send and recv overlap … in place means an offset of 32 bytes",
+        "ValueError: all_gather: send and recv overlap … an in-place call requires exactly 32",
     ),
     (lambda c: c.all_to_all((4096, 8, F4), (4096, 8, F4), stream=0), "ValueError: send and recv must not overlap"),
     (lambda c: c.all_reduce(zeros(4), config=5), "TypeError: all_reduce: config is 5, expected a pynccl.CollConfig"),
     (lambda c: c.split(-2), "ValueError: split: color is -2, expected an integer >= 0"),
     (lambda c: setattr(c, "timeout", "soon"), "ValueError: timeout is 'soon', expected a number of seconds"),
-    (lambda c: c.all_reduce(Hostile()), "TypeError: all_reduce: send: a … Hostile is no buffer; pass"),
+    (lambda c: c.all_reduce(Hostile()), "TypeError: all_reduce: send: a … Hostile is not a buffer; pass"),
     (lambda c: c.pre_mul_sum(0.5), "TypeError: pre_mul_sum: a Python number needs dtype="),
-    (lambda c: c.pre_mul_sum(0.5, "int32"), "ValueError: pre_mul_sum: 0.5 is no INT32 and would become 0"),
+    (lambda c: c.pre_mul_sum(0.5, "int32"), "ValueError: pre_mul_sum: scalar 0.5 would become 0 as INT32"),
 ]
 
 
-def refuse(comm: Communicator, bad: Bad) -> None:
-    call, says = bad
+def check_raises(comm: Communicator, bad: Bad) -> None:
+    call, expected = bad
     with pytest.raises(Exception) as caught:
         call(comm)
-    error, _, words = says.partition(": ")
-    assert error in [kind.__name__ for kind in caught.type.__mro__], says
+    error, _, words = expected.partition(": ")
+    assert error in [kind.__name__ for kind in caught.type.__mro__], expected
     for part in words.split(" … "):
-        assert part in str(caught.value), says
+        assert part in str(caught.value), expected

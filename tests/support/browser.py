@@ -1,12 +1,12 @@
-"""A headless Chromium, asked through the DevTools protocol over a pipe: what a person does and sees.
+"""A headless Chromium, driven through the DevTools protocol over a pipe.
 
     with Browser(path) as browser:
         page = browser.open(file.as_uri())
         page.drag((10, 10), (90, 10))
         assert page.run("document.title") == "..."
 
-The pipe is a pair of file descriptors, 3 and 4 of the browser, with one JSON text after the other, each ended by a zero
-byte: no port, no library.
+The browser reads JSON messages from file descriptor 3 and writes them to 4, each ended by a zero byte. This needs
+neither a port nor a library.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ _KEYS = {"ArrowLeft": 37, "ArrowRight": 39, "Home": 36, "End": 35, " ": 32}
 
 
 def find_browser() -> str | None:
-    """A Chromium of this machine, or None."""
+    """Return the path of an installed Chromium, or None."""
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
 class BrowserError(AssertionError):
-    """The browser has ended, does not answer, or says that a command is wrong."""
+    """The browser has exited, does not answer, or reports an error."""
 
 
 class Browser:
@@ -93,7 +93,7 @@ class Browser:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def ask(self, method: str, session: str = "", **parameters: Any) -> dict[str, Any]:
-        """The result of one command; what happens meanwhile goes to `events`."""
+        """Send one command and return its result. Events that arrive in the meantime are appended to `events`."""
         self._number += 1
         message = {"id": self._number, "method": method, "params": parameters}
         if session:
@@ -111,21 +111,21 @@ class Browser:
     def _next(self, end: float, method: str) -> dict[str, Any]:
         while b"\0" not in self._rest:
             if not select.select([self._read], [], [], max(end - time.monotonic(), 0))[0]:
-                raise BrowserError(f"{method}: no answer within {SECONDS:g} s{self._said()}")
+                raise BrowserError(f"{method}: no answer within {SECONDS:g} s{self._log_tail()}")
             part = os.read(self._read, 1 << 20)
             if not part:
-                raise BrowserError(f"{method}: the browser has ended{self._said()}")
+                raise BrowserError(f"{method}: the browser has exited{self._log_tail()}")
             self._rest += part
         text, _, self._rest = self._rest.partition(b"\0")
         return dict(json.loads(text))
 
-    def _said(self) -> str:
+    def _log_tail(self) -> str:
         self._log.flush()
         self._log.seek(0)
-        return f"; it said:\n{self._log.read()[-2000:]}"
+        return f"; its log:\n{self._log.read()[-2000:]}"
 
     def open(self, address: str, width: int = 1100, height: int = 1000) -> Page:
-        """A new tab."""
+        """Open a new tab."""
         target = self.ask("Target.createTarget", url="about:blank")["targetId"]
         session = self.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         page = Page(self, session, target)
@@ -138,7 +138,7 @@ class Browser:
 
 
 class Page:
-    """One tab: what is pressed, dragged, evaluated and seen in it."""
+    """One tab, with methods for its keyboard, mouse, JavaScript and console."""
 
     def __init__(self, browser: Browser, session: str, target: str) -> None:
         self._browser, self._session, self._target = browser, session, target
@@ -147,7 +147,7 @@ class Page:
         return self._browser.ask(method, self._session, **parameters)
 
     def go(self, address: str) -> None:
-        """Load it, to the end."""
+        """Load the address and wait until it is complete."""
         self.ask("Page.navigate", url=address)
         self.until(
             lambda: self.run("document.readyState + location.href.split('#')[0]") == "complete" + address.split("#")[0]
@@ -157,7 +157,7 @@ class Page:
         self._browser.ask("Target.closeTarget", targetId=self._target)
 
     def run(self, expression: str) -> Any:
-        """The value of a JavaScript expression, waited for if it is a promise."""
+        """Return the value of a JavaScript expression; await it if it is a promise."""
         answer = self.ask("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in answer:
             details = answer["exceptionDetails"]
@@ -168,8 +168,8 @@ class Page:
         end = time.monotonic() + SECONDS
         while not condition():
             if time.monotonic() > end:
-                raise BrowserError(f"what was waited for has not come within {SECONDS:g} s")
-            self.run("new Promise((done) => setTimeout(done, 16))")  # for a picture to be drawn
+                raise BrowserError(f"the condition did not become true within {SECONDS:g} s")
+            self.run("new Promise((done) => setTimeout(done, 16))")  # lets a frame be drawn
 
     def press(self, key: str) -> None:
         text = key if len(key) == 1 else ""
@@ -178,7 +178,7 @@ class Page:
         self.ask("Input.dispatchKeyEvent", type="keyUp", **parameters)
 
     def drag(self, start: tuple[float, float], *way: tuple[float, float]) -> None:
-        """Press the mouse at `start`, move it along the way, let go."""
+        """Press the mouse button at `start`, move along `way`, and release it."""
         mouse = {"button": "left", "buttons": 1, "clickCount": 1}
         self.ask("Input.dispatchMouseEvent", type="mouseMoved", x=start[0], y=start[1])
         self.ask("Input.dispatchMouseEvent", type="mousePressed", x=start[0], y=start[1], **mouse)
@@ -188,24 +188,24 @@ class Page:
         self.ask("Input.dispatchMouseEvent", type="mouseReleased", x=x, y=y, button="left", clickCount=1)
 
     def click(self, selector: str) -> None:
-        """Press the mouse in the middle of the first element that the selector finds."""
+        """Click the center of the first element that matches the selector."""
         x, y, w, h = self.box(selector)
         self.drag((x + w / 2, y + h / 2))
 
     def box(self, selector: str) -> tuple[float, float, float, float]:
-        """Left, top, width, height of the first element that the selector finds, in pixels of the window."""
-        found = self.run(
+        """Return (left, top, width, height) in window pixels of the first element that matches the selector."""
+        rectangle = self.run(
             f"(() => {{ const one = document.querySelector({json.dumps(selector)}); if (!one) return null;"
             "one.scrollIntoView({block: 'nearest', inline: 'nearest'});"
             "const r = one.getBoundingClientRect(); return [r.x, r.y, r.width, r.height]; })()"
         )
-        if found is None:
-            raise BrowserError(f"nothing on the page is {selector}")
-        x, y, width, height = found
+        if rectangle is None:
+            raise BrowserError(f"no element of the page matches {selector}")
+        x, y, width, height = rectangle
         return x, y, width, height
 
     def errors(self) -> list[str]:
-        """What the console was told, and exceptions that nobody caught, of all tabs so far."""
+        """Return the console messages and uncaught exceptions of all tabs so far."""
         found = []
         for event in self._browser.events:
             parameters = event.get("params", {})
@@ -218,6 +218,6 @@ class Page:
         return found
 
     def requests(self) -> list[str]:
-        """What was asked for, other than the pages themselves, of all tabs so far."""
+        """Return the URLs requested by all tabs so far, except the pages themselves."""
         events = [event["params"] for event in self._browser.events if event["method"] == "Network.requestWillBeSent"]
-        return [one["request"]["url"] for one in events if one.get("type") != "Document"]
+        return [event["request"]["url"] for event in events if event.get("type") != "Document"]

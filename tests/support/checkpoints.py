@@ -1,4 +1,4 @@
-"""A small language model, whole and of parts, for the tests of checkpoints."""
+"""A small language model, unsharded and parallelized, for the tests of checkpoints."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor, nn
 import pynccl_autograd as ad
 from pynccl import Communicator
 
-WIDTH, HIDDEN, WORDS = 8, 24, 13  # the vocabulary divides by no number of ranks
+WIDTH, HIDDEN, WORDS = 8, 24, 13  # a vocabulary size that no number of ranks divides
 PLAN: dict[str, Any] = {"embedding": "vocab_embedding", "head": "vocab_head", "norm": "replicated"}
 PLAN |= {"up": "column", "down": "row"}
 
 
 class Model(nn.Module):
-    """A language model of one block, with logits by the embedding's own weight."""
+    """A language model of one block whose head shares the embedding's weight."""
 
     def __init__(self, words: int = WORDS) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Model(nn.Module):
         return y
 
 
-def whole_model(seed: int = 5, words: int = WORDS) -> Model:
+def full_model(seed: int = 5, words: int = WORDS) -> Model:
     torch.manual_seed(seed)
     model = Model(words)
     nn.init.normal_(model.norm.weight)
@@ -44,38 +44,38 @@ def whole_model(seed: int = 5, words: int = WORDS) -> Model:
     return model
 
 
-def loaded(comm: Communicator, seed: int = 5, words: int = WORDS) -> Any:
-    """Of parts, with the values of the whole model of that seed."""
-    return ad.parallelize(whole_model(seed, words), comm, PLAN, sequence_parallel=False)
+def sharded_model(comm: Communicator, seed: int = 5, words: int = WORDS) -> Any:
+    """Return the parallelized model with the values of full_model(seed, words)."""
+    return ad.parallelize(full_model(seed, words), comm, PLAN, sequence_parallel=False)
 
 
 def words() -> Tensor:
     return torch.arange(WORDS).reshape(1, WORDS)
 
 
-def same_output(model: nn.Module, seed: int = 5) -> None:
-    torch.testing.assert_close(model(words()), whole_model(seed)(words()), rtol=1e-12, atol=1e-12)
+def check_output(model: nn.Module, seed: int = 5) -> None:
+    torch.testing.assert_close(model(words()), full_model(seed)(words()), rtol=1e-12, atol=1e-12)
 
 
-def saves(comm: Communicator, path: str, max_shard_bytes: float = 5e9, seed: int = 5) -> None:
-    ad.save_full_state_dict(loaded(comm, seed), path, max_shard_bytes)
+def save(comm: Communicator, path: str, max_shard_bytes: float = 5e9, seed: int = 5) -> None:
+    ad.save_full_state_dict(sharded_model(comm, seed), path, max_shard_bytes)
 
 
-def loads(comm: Communicator, path: str, seed: int = 5) -> None:
-    """Into a model that has other values, and one of the meta device."""
-    model = loaded(comm, seed + 1)
+def check_load(comm: Communicator, path: str, seed: int = 5) -> None:
+    """Load into a model with different values and into one on the meta device, and check both."""
+    model = sharded_model(comm, seed + 1)
     assert ad.load_full_state_dict(model, path) == ([], [])
-    same_output(model, seed)
+    check_output(model, seed)
     with torch.device("meta"):
         empty: Any = Model()
     ad.load_full_state_dict(ad.parallelize(empty, comm, PLAN, False), Path(path))
     assert empty.head.weight is empty.embedding.weight
     assert isinstance(empty.up.weight, nn.Parameter) and isinstance(empty.up.weight.shard, ad.Shard)  # type: ignore[attr-defined]
-    same_output(empty, seed)
+    check_output(empty, seed)
 
 
-def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> list[float]:
-    """The loss before each."""
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> list[float]:
+    """Run `count` steps and return the loss before each."""
     losses = []
     for _ in range(count):
         optimizer.zero_grad()
@@ -86,7 +86,7 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> lis
     return losses
 
 
-def with_group(comm: Communicator, store: str) -> Any:
+def init_gloo(comm: Communicator, store: str) -> Any:
     import torch.distributed as dist
 
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=comm.rank, world_size=comm.size)

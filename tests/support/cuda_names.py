@@ -1,9 +1,8 @@
-"""Every name of cuda.core, cuda.bindings and torch's CUDA side that is used here, and where it was looked up.
+"""Every name of cuda.core, cuda.bindings and torch's CUDA side that this project uses, and the versions checked for it.
 
-cuda.core and cuda.bindings were looked up in their wheels for Linux, imported without a driver (1.0.0 with bindings
-13.1.1 to 13.3.0 and 13.4.4); torch in the sources of its wheels (.py and .pyi), since only a build with CUDA has
-`torch._C._cuda_*`. test_cuda_names.py finds the uses in the sources, and holds
-this table against what is installed.
+cuda.core and cuda.bindings were checked in their Linux wheels, imported without a driver (1.0.0 with bindings 13.1.1 to
+13.3.0 and 13.4.4); torch in the sources of its wheels (.py and .pyi), since only a build with CUDA has
+`torch._C._cuda_*`. test_cuda_names.py finds the uses in the sources and compares the table with the installed packages.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ LOOKED_UP: dict[str, tuple[str, ...]] = {
     "torch": ("2.11.0", "2.13.0"),
 }
 
-# With the arguments that are given: their names are as much a part of it as their own.
+# With the names of the arguments that this project passes.
 CORE: tuple[str, ...] = (
     "Buffer.handle",
     "Device(device_id)",
@@ -108,7 +107,7 @@ TORCH: tuple[str, ...] = (
     "cuda.use_mem_pool",
 )
 
-# Of those looked up, which lack a name, and what is done there instead.
+# Name -> the checked versions that lack it, and what this project does there.
 ABSENT: dict[str, tuple[tuple[str, ...], str]] = {
     "cuda.core.EventOptions(timing_enabled)": (
         ("0.5.0", "0.5.1", "0.6.0", "0.7.0"),
@@ -120,9 +119,9 @@ ABSENT: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "cuda.bindings.nvml": (
         ("12.9.0", "13.0.0", "13.0.3", "13.1.0"),
-        "the doctor asks the driver API",
+        "the doctor uses the driver API",
     ),
 }
 
-# Pairs that cannot be imported together; devices.import_problem says so.
+# (cuda.core, cuda.bindings) versions that cannot be imported together; devices.import_problem reports this.
 BROKEN_PAIRS: tuple[tuple[str, str], ...] = (("1.0.0", "13.0.0"), ("1.0.0", "13.0.3"), ("1.0.0", "13.1.0"))

@@ -1,6 +1,6 @@
-/* A CUDA driver of two GPUs that computes nothing, and is as strict about contexts as the real one may be: whatever needs
-   a current context fails without one (201), and an event is recorded on streams of its own context alone (400). It
-   answers cuda.core and cuda.bindings, which look everything up by cuGetProcAddress. */
+/* A CUDA driver with two GPUs that computes nothing. It is as strict about contexts as the real driver may be: calls
+   that need a current context fail without one (201); an event can be recorded only on streams of its context (400).
+   cuda.core and cuda.bindings look up all its functions with cuGetProcAddress. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdio.h>
@@ -19,17 +19,17 @@ enum {
 static context_t primary[2] = {{0}, {1}};
 static __thread context_t *stack[16];
 static __thread int depth;
-static int query_code, status, elsewhere; /* what tests set */
-static volatile int blocked; /* as where the launch queue is full */
+static int query_code, status, elsewhere; /* set by tests */
+static volatile int blocked; /* as if the launch queue were full */
 static __thread int capture_mode; /* GLOBAL, THREAD_LOCAL, RELAXED */
-static int gone_code = INVALID_HANDLE, spoilt; /* a real driver may crash after the end of a stream */
+static int gone_code = INVALID_HANDLE, spoilt; /* for destroyed streams, where a real driver may crash */
 
 static context_t *current(void) { return depth ? stack[depth - 1] : NULL; }
 static context_t *of(thing_t *stream) { return (size_t)stream > 2 ? stream->context : current(); }
 #define NEEDS_CONTEXT if (!current()) return INVALID_CONTEXT
 #define MAY_BLOCK while (blocked) usleep(1000)
 #define NEEDS(stream) if ((size_t)(stream) > 2 && !(stream)->context) return gone_code
-/* As while any stream of the process is captured in the default mode, as torch does it. */
+/* As while any stream of the process is being captured in the default mode, which torch uses. */
 #define UNSAFE if (elsewhere && capture_mode != 2) return spoilt++, CAPTURE_UNSUPPORTED
 
 void stub_query(int code) { query_code = code; }
@@ -101,7 +101,7 @@ int cuEventElapsedTime_v2(float *ms, thing_t *start, thing_t *end) { return cuEv
 int cuMemAllocHost_v2(void **pointer, size_t size) { NEEDS_CONTEXT; *pointer = calloc(1, size); return 0; }
 int cuMemHostAlloc(void **pointer, size_t size, unsigned flags) { return cuMemAllocHost_v2(pointer, size); }
 int cuMemFreeHost(void *pointer) { NEEDS_CONTEXT; free(pointer); return 0; }
-/* The memory of its GPUs is the process's. */
+/* Device memory is host memory. */
 int cuDeviceGetDefaultMemPool(void **pool, int device) { *pool = (void *)0x9001; return 0; }
 int cuDeviceGetMemPool(void **pool, int device) { return cuDeviceGetDefaultMemPool(pool, device); }
 int cuMemGetDefaultMemPool(void **pool, void *location, int type) { return cuDeviceGetDefaultMemPool(pool, 0); }

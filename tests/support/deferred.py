@@ -1,4 +1,4 @@
-"""deferred_lanes, poisoned_workspaces: overlapped layers on a CPU whose caller runs ahead, as on a GPU."""
+"""deferred_lanes and poisoned_workspaces: run overlapped layers on a CPU asynchronously, as on a GPU."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from pynccl import Communicator
 from pynccl.comm.observers import Observer, observers, observing
 from pynccl_autograd.overlap import lanes as lanes_module
 from pynccl_autograd.overlap.lanes import HostLane, Lane, Lanes, Point
-from pynccl_autograd.overlap.slices import Flight
+from pynccl_autograd.overlap.slices import PendingSlices
 from pynccl_autograd.overlap.workspace import Workspace
 from pynccl_autograd.streams import side_stream
 
-_POISON = 0xFF  # in every byte it is NaN in every type of floating-point numbers
+_POISON = 0xFF  # with this in every byte, every floating-point type is NaN
 
 
-class _Maker:
-    """In place of `make_lanes`: a stream for each lane, the caller's too, made on first use."""
+class _LaneMaker:
+    """Replaces `make_lanes`: every lane, including the caller's, gets a stream that is created on first use."""
 
     def __init__(self) -> None:
         self._made: weakref.WeakKeyDictionary[Communicator, dict[str, Any]] = weakref.WeakKeyDictionary()
@@ -46,12 +46,11 @@ class _Maker:
 
 
 class _Delays(Observer):
-    """An observer that lets each lane sleep before what it is given next.
+    """An observer that makes lanes sleep for random times after each recorded point and each wait, so that other lanes
+    overtake them."""
 
-    It sleeps where other lanes are about to go by it: behind each point, and behind each wait."""
-
-    def __init__(self, seed: int, most: float) -> None:
-        self._random, self._most = random.Random(seed), most
+    def __init__(self, seed: int, max_delay: float) -> None:
+        self._random, self._max_delay = random.Random(seed), max_delay
 
     def recorded(self, lane: Lane, point: Point) -> None:
         self._sleep(lane)
@@ -60,12 +59,12 @@ class _Delays(Observer):
         self._sleep(lane)
 
     def _sleep(self, lane: Lane) -> None:
-        if self._most and self._random.random() < 0.5 and isinstance(lane, HostLane):
-            lane.stream.submit(partial(time.sleep, self._random.uniform(0.0, self._most)))
+        if self._max_delay and self._random.random() < 0.5 and isinstance(lane, HostLane):
+            lane.stream.submit(partial(time.sleep, self._random.uniform(0.0, self._max_delay)))
 
 
-class _Return(Observer):
-    """An observer that lets the caller go on only when his lane is done: his own code does not wait for it."""
+class _WaitForMain(Observer):
+    """An observer that waits for the main lane at the end of a layer, since the caller's code does not."""
 
     def closed(self, lanes: Lanes) -> None:
         if isinstance(lanes.main, HostLane):
@@ -73,34 +72,34 @@ class _Return(Observer):
 
 
 @contextmanager
-def deferred_lanes(seed: int = 0, most: float = 0.0) -> Iterator[None]:
-    """Within, overlapped layers on the host library work as on a GPU: the caller issues everything and runs ahead, on
-    the lane "main" too, and waits only before the layer returns (hand_off: before each slice is handed out). So a wait
-    that is missing shows as a wrong result.
+def deferred_lanes(seed: int = 0, max_delay: float = 0.0) -> Iterator[None]:
+    """Context manager in which overlapped layers on the host library run asynchronously, as on a GPU. The caller only
+    enqueues work, also on the lane "main", and waits just before the layer returns (hand_off: before each slice is
+    handed out). A missing wait therefore gives a wrong result.
 
-    most  seconds that a lane sleeps before pieces of its work: none, or up to this, as drawn from the seed
+    max_delay  longest sleep of a lane between pieces of its work in seconds, drawn at random from `seed`
 
-    It holds for all threads, and not for what is still under way when it ends: read all `Slices` within."""
-    returning, plain = _Return(), Flight.wait
+    It applies to all threads. Read all `Slices` before leaving it."""
+    wait_for_main, plain = _WaitForMain(), PendingSlices.wait
 
-    def wait(self: Flight, at: int) -> None:
+    def wait(self: PendingSlices, at: int) -> None:
         lanes = self._lanes
         plain(self, at)
         if lanes is not None:
-            returning.closed(lanes)
+            wait_for_main.closed(lanes)
 
-    with pytest.MonkeyPatch.context() as patch, observing(returning), observing(_Delays(seed, most)):
-        observers.remove(returning)
-        observers.insert(0, returning)  # first: when the others hear of an end, it has come
-        patch.setattr(lanes_module, "maker", _Maker().make)
-        patch.setattr(Flight, "wait", wait)
+    with pytest.MonkeyPatch.context() as patch, observing(wait_for_main), observing(_Delays(seed, max_delay)):
+        observers.remove(wait_for_main)
+        observers.insert(0, wait_for_main)  # first, so that the lanes are done when other observers are called
+        patch.setattr(lanes_module, "maker", _LaneMaker().make)
+        patch.setattr(PendingSlices, "wait", wait)
         yield
 
 
 @contextmanager
 def poisoned_workspaces() -> Iterator[None]:
-    """Within, the buffers between collectives and matmuls are NaN whenever an operation gets them and when it lets them
-    go: what is read too early or too late shows in the result."""
+    """Context manager that fills the buffers between collectives and matmuls with NaN before and after each operation,
+    so that a read that is too early or too late shows in the result."""
     plain_make, plain_lent = Workspace._make, Workspace.lent
 
     def make(self: Workspace, role: str, *args: Any) -> None:

@@ -1,6 +1,6 @@
-"""What `python -m pynccl explain` has to show, computed with NumPy from the definitions, all ranks in one place.
+"""Expected values of `python -m pynccl explain`, computed with NumPy for all ranks at once.
 
-Gradients come from the forward: of a linear operation its matrix is written down row by row.
+Gradients use the transposed matrix of the forward pass, since all operations are linear.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Arrays = list[np.ndarray]
 
 
 def outputs(name: str, xs: Sequence[Any]) -> Arrays:
-    """What every rank gets. The root is rank 0."""
+    """Return the output of every rank. The root is rank 0."""
     xs = [np.asarray(x, dtype=float) for x in xs]
     n = len(xs)
     none = np.zeros(0)
@@ -51,12 +51,12 @@ def outputs(name: str, xs: Sequence[Any]) -> Arrays:
 
 
 def gradients(name: str, grad: str, xs: Sequence[Any], gs: Sequence[Any]) -> Arrays:
-    """What every rank's x gets of these cotangents of the outputs."""
+    """Return the gradient of every rank's input for these cotangents of the outputs."""
     gs = [np.asarray(g, dtype=float) for g in gs]
     if grad == "replicated":  # one y, and one cotangent of it
         gs = [gs[0], *(np.zeros_like(g) for g in gs[1:])]
     ends = np.cumsum([len(x) for x in xs])
-    # Row by row: what an element of an input does to all outputs.
-    matrix = [np.concatenate(outputs(name, np.split(one, ends[:-1]))) for one in np.eye(int(ends[-1]))]
+    # Row i: the outputs of all ranks for the i-th unit vector of the inputs.
+    matrix = [np.concatenate(outputs(name, np.split(unit_vector, ends[:-1]))) for unit_vector in np.eye(int(ends[-1]))]
     found = np.split(np.stack(matrix) @ np.concatenate(gs), ends[:-1])
     return [np.sum(found, axis=0)] * len(xs) if name in ("copy", "split") else found

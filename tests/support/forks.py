@@ -1,10 +1,10 @@
-"""Commands as a user launches them, without the seconds that a new interpreter takes to load torch.
+"""Run commands as a user does, but fork them from a process that has already loaded torch, which saves seconds.
 
     with Forks() as forks:
-        ended = forks.run(("scripts/recipes/ddp.py",), 2, folder, {"PYNCCL_LIBRARY": "host"})     # of each rank
+        finished = forks.run(("scripts/recipes/ddp.py",), 2, folder, {"PYNCCL_LIBRARY": "host"})  # one result per rank
 
-The fork server of the ranks, which has loaded torch, forks; what it forks runs a script, or a module as -m does, with
-the arguments, the folder, the environment, standard output and error of its own.
+The child, forked by the ranks' fork server, runs a script, or a module as with -m, with its own arguments, folder,
+environment, stdout and stderr.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from typing import NamedTuple
 import ranks as pool
 
 ROOT = Path(__file__).resolve().parents[2]
-SECONDS = 100.0  # of patience, on a busy machine
+SECONDS = 100.0  # timeout, long enough for a busy machine
 
 
-class Ended(NamedTuple):
+class Finished(NamedTuple):
     code: int
     out: str
     err: str
 
 
 def _free_port() -> int:
-    """Below those that the kernel hands out, one of which another process may get before rank 0 listens."""
+    """Return a free port below the kernel's ephemeral range, so that no other process gets it before rank 0 listens."""
     while True:
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.bind(("127.0.0.1", random.randrange(10_000, 20_000)))
@@ -44,34 +44,36 @@ def _free_port() -> int:
 
 
 class Forks:
-    """What has been asked of the server; used by several threads."""
+    """Starts commands through the fork server. Thread-safe."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
         self._starting = threading.Lock()
 
-    def run(self, words: tuple[str, ...], ranks: int, folder: Path, environment: dict[str, str]) -> list[Ended]:
-        """What came of each rank of a launch of `words`; of one process outside a launch for 0 ranks."""
+    def run(self, command: tuple[str, ...], ranks: int, folder: Path, environment: dict[str, str]) -> list[Finished]:
+        """Run `command` and return the result of each rank. With 0 ranks, run one process outside a launch."""
         context = multiprocessing.get_context("forkserver")
-        own = {**pool.ENVIRONMENT, "OMP_NUM_THREADS": "1", **environment}
+        variables = {**pool.ENVIRONMENT, "OMP_NUM_THREADS": "1", **environment}
         if ranks:
-            own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-            own |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+            variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+            variables |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
         started = []
         with self._starting, pool._single_threaded_environment():
             context.set_forkserver_preload(pool._PRELOAD)
             for rank in range(max(ranks, 1)):
-                place = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks else {}
+                rank_variables = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks else {}
                 files = [folder / f".{next(self._numbers)}.{name}" for name in ("out", "err")]
-                process = context.Process(target=_child, args=(words, str(folder), files, {**own, **place}))
+                process = context.Process(
+                    target=_child, args=(command, str(folder), files, {**variables, **rank_variables})
+                )
                 process.start()
                 started.append((process, files))
         end = time.monotonic() + SECONDS
         for process, _ in started:
             process.join(max(0.0, end - time.monotonic()))
         late = [process.kill() for process, _ in started if process.exitcode is None]
-        assert not late, f"{words} takes more than {SECONDS} s"
-        return [Ended(process.exitcode or 0, *(file.read_text() for file in files)) for process, files in started]
+        assert not late, f"{command} took longer than {SECONDS} s"
+        return [Finished(process.exitcode or 0, *(file.read_text() for file in files)) for process, files in started]
 
     def __enter__(self) -> Forks:
         return self
@@ -80,11 +82,11 @@ class Forks:
         pass
 
 
-# ------------------------------------------------------------------------------------------------ in what is forked
+# -------------------------------------------------------------------------------------------- in the forked process
 
 
-def _child(words: tuple[str, ...], folder: str, files: list[Path], environment: dict[str, str]) -> None:
-    """Never comes back."""
+def _child(command: tuple[str, ...], folder: str, files: list[Path], environment: dict[str, str]) -> None:
+    """Run the command and exit; does not return."""
     code = 1
     try:
         for number, path in enumerate(files, 1):
@@ -94,23 +96,23 @@ def _child(words: tuple[str, ...], folder: str, files: list[Path], environment: 
         os.chdir(folder)
         os.environ.clear()
         os.environ.update(environment)
-        code = _code_of(words)
+        code = _code_of(command)
     finally:
         with contextlib.suppress(BaseException):
             sys.stdout.flush()
         os._exit(code)
 
 
-def _code_of(words: tuple[str, ...]) -> int:
-    """The exit code of what is run, handlers of atexit included."""
+def _code_of(command: tuple[str, ...]) -> int:
+    """Run the command and its atexit handlers, and return the exit code."""
     import torch
 
     torch.set_num_threads(1)
     try:
-        _run(words)
+        _run(command)
         code = 0
-    except SystemExit as ended:
-        code = ended.code if isinstance(ended.code, int) else 0 if ended.code is None else 1
+    except SystemExit as finished:
+        code = finished.code if isinstance(finished.code, int) else 0 if finished.code is None else 1
     except BaseException:
         sys.last_type, sys.last_value, sys.last_traceback = sys.exc_info()  # as the interpreter does
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
@@ -122,13 +124,13 @@ def _code_of(words: tuple[str, ...]) -> int:
     return code
 
 
-def _run(words: tuple[str, ...]) -> None:
-    if words[0] == "-m":
-        sys.argv = list(words[1:])
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+def _run(command: tuple[str, ...]) -> None:
+    if command[0] == "-m":
+        sys.argv = list(command[1:])
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
     else:
-        script = ROOT / words[0]
-        sys.argv = [str(script), *words[1:]]
+        script = ROOT / command[0]
+        sys.argv = [str(script), *command[1:]]
         sys.path.insert(0, str(script.parent))
-        sys.modules["__main__"].__dict__["__file__"] = str(script)  # for processes that are spawned
+        sys.modules["__main__"].__dict__["__file__"] = str(script)  # for spawned processes
         runpy.run_path(str(script), run_name="__main__")

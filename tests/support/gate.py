@@ -1,4 +1,4 @@
-"""A gate in front of a TCP server, which a test shuts: connections stay open, and nothing comes through any more."""
+"""A TCP proxy that a test can shut: connections stay open, but no data passes any more."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import threading
 
 
 class Gate:
-    """Listens at `port` of the loopback and passes on what it hears to a server, until it is shut.
+    """Listens on the loopback at `port` and forwards data to and from a server until it is shut.
 
-    shut_after: bytes towards the server after which the gate shuts by itself; None: never.
+    shut_after: shut automatically after this many bytes to the server; None: never.
     """
 
     def __init__(self, server: int, shut_after: int | None = None) -> None:
@@ -26,11 +26,11 @@ class Gate:
         self.was_shut.set()
 
     def close(self) -> None:
-        """End all connections."""
-        for one in [self._listener, *self._sockets]:
+        """Close all connections."""
+        for connection in [self._listener, *self._sockets]:
             with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
-            one.close()
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):

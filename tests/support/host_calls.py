@@ -1,4 +1,4 @@
-"""Calls into the host library's C function pointers, and ranks that are threads, for the test_host_* files."""
+"""Calls of the host library's C functions, and ranks that run as threads, for the test_host_* files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TORCH_TYPES = {dtype: FLOAT8.get(dtype) or getattr(torch, dtype.name.lower()) fo
 
 
 class CallFailed(Exception):
-    """A C function returned something else than ncclSuccess."""
+    """A C function did not return ncclSuccess."""
 
     def __init__(self, name: str, code: Result, text: str) -> None:
         super().__init__(f"{name}: {code.name}: {text}")
@@ -40,11 +40,11 @@ def call(name: str, *arguments: Any) -> None:
         raise CallFailed(name, Result(code), last_error())
 
 
-def refuses(code: Result, text: str, name: str, *arguments: Any) -> None:
-    """The call returns `code`, and the words of the last error have the pattern `text` in them."""
-    with pytest.raises(CallFailed, match=text) as refused:
+def check_fails(code: Result, text: str, name: str, *arguments: Any) -> None:
+    """Check that the call returns `code` and that the pattern `text` matches the last error."""
+    with pytest.raises(CallFailed, match=text) as caught:
         call(name, *arguments)
-    assert refused.value.code is code, refused.value
+    assert caught.value.code is code, caught.value
 
 
 def last_error(comm: int | None = None) -> str:
@@ -89,7 +89,7 @@ def allocate(nbytes: int) -> int:
 
 
 def register(comm: int, pointer: int | None, nbytes: int, flags: int = 0) -> int:
-    """The number of a window; NULL where it is refused, for the caller's variable is set then as well."""
+    """Register a window and return its handle. A failed call must set the handle to NULL."""
     out = ctypes.c_void_p(1)
     try:
         call("ncclCommWindowRegister", comm, pointer, nbytes, ctypes.byref(out), flags)
@@ -100,7 +100,7 @@ def register(comm: int, pointer: int | None, nbytes: int, flags: int = 0) -> int
 
 
 def in_threads(size: int, body: Callable[[int], Any]) -> list[Any]:
-    """body(rank) on `size` threads; their results in order. The first failure is raised."""
+    """Run body(rank) on `size` threads and return the results in order. Raises the first exception."""
     results: list[Any] = [None] * size
     errors: list[BaseException] = []
 
@@ -122,14 +122,14 @@ def in_threads(size: int, body: Callable[[int], Any]) -> list[Any]:
 
 
 class Ranks:
-    """`size` communicators, each used by a thread of its own."""
+    """`size` communicators, each used by its own thread."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.comms = init_all(size)
 
     def run(self, body: Callable[[int, int], Any]) -> list[Any]:
-        """body(rank, comm) on all ranks at once."""
+        """Run body(rank, comm) on all ranks at once."""
         return in_threads(self.size, lambda rank: body(rank, self.comms[rank]))
 
     def destroy(self) -> None:
@@ -141,15 +141,15 @@ def address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def number(name: str, comm: int) -> int:
-    """What a property such as ncclCommCount says of comm."""
+def get_int(name: str, comm: int) -> int:
+    """Return an int property of comm, such as ncclCommCount."""
     out = ctypes.c_int(-1)
     call(name, comm, ctypes.byref(out))
     return out.value
 
 
 def row(rank: int, count: int) -> Tensor:
-    """Values that tell ranks and places apart."""
+    """Return values that differ by rank and position."""
     return torch.arange(count, dtype=torch.int32) + 1000 * rank
 
 
@@ -158,7 +158,7 @@ def shared_of(comm: Communicator) -> SharedMemory | None:
 
 
 def child_over(comm: Communicator, mode: str) -> Communicator:
-    """A communicator of the same ranks, over the transport that `mode` asks for."""
+    """Return a communicator of the same ranks over the transport `mode`."""
     os.environ[TRANSPORT] = mode
     child = comm.split(0, comm.rank)
     assert child is not None

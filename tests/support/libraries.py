@@ -1,9 +1,9 @@
-"""The libnccls that the binding is held against: a stub in C for any version, and the real one of the wheel.
+"""The libnccl libraries that the binding is tested with: a C stub of any version, and the real one from the wheel.
 
-The stub moves nothing and writes down what it was called with. It answers what no machine at hand can: what a library
-of 2.21 is given, whether a count above 2^31 arrives whole, what is called once a call of a group has failed. Its
-prototypes are copied from nccl.h by hand, so it checks abi.py as well. It can be asked to fail, to take its time, or
-to be in progress for a while, as a nonblocking communicator is.
+The stub moves no data and records its calls. It shows what a machine without GPUs cannot: what a 2.21 library gets,
+whether a count above 2^31 is passed unchanged, what is called after a call of a group has failed. Its prototypes are
+copied from nccl.h by hand, so it also checks abi.py. It can fail, be slow, or stay in progress for a while like a
+nonblocking communicator.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from pynccl.bindings.abi import FUNCTIONS, HEADER_VERSION, UniqueId, Version, ve
 from pynccl.bindings.library import SONAME, wheel_paths
 
 STUB = Path(__file__).with_name("stub.c")
-_folder = tempfile.TemporaryDirectory(prefix="pynccl-tests-")  # goes with this process
+_folder = tempfile.TemporaryDirectory(prefix="pynccl-tests-")  # removed when this process exits
 
 
 def real_path() -> str:
-    """Path of NVIDIA's libnccl: that of PYNCCL_LIBRARY, else the wheel's. Skips the test where there is none."""
+    """Return the path of NVIDIA's libnccl: PYNCCL_LIBRARY or the wheel's. Skips the test if there is none."""
     named = os.environ.get("PYNCCL_LIBRARY", "")
     paths = [named] if os.path.isabs(named) else wheel_paths()
     if not paths:
@@ -39,9 +39,9 @@ def real_path() -> str:
 
 
 def compile_c(source: str, name: str, options: list[str], after: list[str] | None = None) -> Path:
-    """The file that the C compiler makes of `source`. Skips the test where there is no compiler.
+    """Compile `source` and return the resulting file. Skips the test if there is no C compiler.
 
-    options and after: what its command line has before and after the source; libraries go after."""
+    options and after: arguments before and after the source file; libraries go after."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("no C compiler")
@@ -53,23 +53,23 @@ def compile_c(source: str, name: str, options: list[str], after: list[str] | Non
     return target
 
 
-# What `Stub.rule` can ask of a C function; the numbers are those of stub.c.
-FAIL, SLEEP_MS, POLLS, FINAL, NULLED, WHOLE = range(6)
+# Kinds of rules for `Stub.rule`, numbered as in stub.c.
+FAIL, SLEEP_MS, POLLS, FINAL, NULLED, ALL_RANKS = range(6)
 
 
-class Called(NamedTuple):
-    """One call that the stub saw."""
+class RecordedCall(NamedTuple):
+    """One call that the stub recorded."""
 
     name: str
     args: dict[str, int]
-    hex: str = ""  # the bytes of a config struct, up to the size that it is stamped with
+    hex: str = ""  # the bytes of a config struct, up to its size field
 
 
 class Stub:
-    """The C library loaded, and what it has seen."""
+    """The loaded stub library and its record of calls."""
 
     def __init__(self, version: Version = HEADER_VERSION) -> None:
-        end = time.monotonic() + 5  # a call that an earlier test has left behind would enter the record here
+        end = time.monotonic() + 5  # wait for calls abandoned by earlier tests, which would be recorded here
         while any("pynccl nccl" in thread.name for thread in threading.enumerate()) and time.monotonic() < end:
             time.sleep(0.01)
         self.path = compiled(version)
@@ -77,8 +77,8 @@ class Stub:
         self.cdll.stub_record.restype = ctypes.c_char_p
         self.bound: list[str] = []
         self.library = self._library(is_host=False)
-        self.cpu_library = self._library(is_host=True)  # accepts CPU tensors, and needs no driver for an init
-        for kind in range(6):  # the library is loaded once, and others have used it
+        self.cpu_library = self._library(is_host=True)  # accepts CPU tensors, and init needs no driver
+        for kind in range(6):  # reset: the library is loaded once and shared by all tests
             self.rule(kind, "", 0)
         self.clear()
 
@@ -92,14 +92,14 @@ class Stub:
             function.restype, function.argtypes = FUNCTIONS[name].restype, list(FUNCTIONS[name].argtypes)
         return function
 
-    def calls(self) -> list[Called]:
-        """What was called since the last clear()."""
+    def calls(self) -> list[RecordedCall]:
+        """Return the calls since the last clear()."""
         found = []
         for line in self.cdll.stub_record().decode().splitlines():
             name, *words = line.split()
             pairs = dict(word.split("=") for word in words)
             hexadecimal = pairs.pop("hex", "")
-            found.append(Called(name, {key: int(value) for key, value in pairs.items()}, hexadecimal))
+            found.append(RecordedCall(name, {key: int(value) for key, value in pairs.items()}, hexadecimal))
         return found
 
     def names(self) -> list[str]:
@@ -112,28 +112,28 @@ class Stub:
         self.cdll.stub_rule(kind, name.encode(), value)
 
     def fail(self, name: str, code: int) -> None:
-        """From now on function `name` returns `code`."""
+        """Make function `name` return `code`."""
         self.rule(FAIL, name, code)
 
     def linger(self, name: str, seconds: float) -> None:
-        """From now on function `name` takes so long."""
+        """Make function `name` take `seconds`."""
         self.rule(SLEEP_MS, name, round(1000 * seconds))
 
     def progress(self, name: str, polls: int, final: int = 0) -> None:
-        """From now on `name` returns IN_PROGRESS, and the poll of that number after it finds `final`."""
+        """Make `name` return IN_PROGRESS; the poll number `polls` after it returns `final`."""
         self.rule(POLLS, name, polls)
         self.rule(FINAL, "", final)
 
     def null(self, name: str) -> None:
-        """From now on `name` succeeds, but the handle that it gives is null."""
+        """Make `name` succeed with a null handle."""
         self.rule(NULLED, name, 1)
 
-    def split_whole(self) -> None:
-        """From now on a split gives a communicator of all ranks of its parent, not of this one alone."""
-        self.rule(WHOLE, "ncclCommSplit", 1)
+    def split_with_all_ranks(self) -> None:
+        """Make splits return a communicator of all ranks of the parent instead of this rank only."""
+        self.rule(ALL_RANKS, "ncclCommSplit", 1)
 
     def comm(self, nranks: int = 4, rank: int = 1, *, cpu: bool = False) -> Communicator:
-        """A communicator of GPU 0, or of CPU memory, made without looking for a driver."""
+        """Create a communicator for GPU 0, or with cpu=True for CPU memory, without a driver."""
         library = self.cpu_library if cpu else self.library
         handle = ctypes.c_void_p()
         assert library.ncclCommInitRank(ctypes.byref(handle), nranks, UniqueId(), rank) == 0
@@ -143,14 +143,14 @@ class Stub:
 
 @functools.cache
 def compiled(version: Version, soname: str = "") -> str:
-    """Path of the stub that reports `version` and lacks what that version lacks."""
+    """Return the path of a stub that reports `version` and has only the functions of that version."""
     options = ["-shared", "-fPIC", "-pthread", f"-DVERSION={version_code(version)}"]
     if soname:
         options.append(f"-Wl,-soname,{soname}")
     return str(compile_c(STUB.read_text(), f"libstub{version_code(version)}{soname}.so", options))
 
 
-# What torch with CUDA is to the dynamic loader: a library that needs libnccl.so.2 by name, and no old one.
+# Like torch with CUDA for the dynamic loader: a library that needs libnccl.so.2, version 2.28 or newer.
 TORCH = """
 extern int ncclGetVersion(int *), ncclDevCommDestroy(); /* the latter since 2.28 */
 int version(void) { int found; ncclGetVersion(&found); return found; }
@@ -162,10 +162,13 @@ cdll = ctypes.CDLL(os.path.join(os.path.dirname(__file__), "lib", "libtorch_cuda
 """
 
 
-def torch_with_cuda(site: Path, version: Version = HEADER_VERSION, *, runpath: bool = False, own: bool = True) -> Path:
-    """A stand-in under `site` laid out as pip does it; the path of its libnccl, which own=False leaves out.
+def torch_with_cuda(
+    site: Path, version: Version = HEADER_VERSION, *, runpath: bool = False, with_nccl: bool = True
+) -> Path:
+    """Create a fake torch under `site`, laid out as by pip, and return the path of its libnccl.
 
-    It finds that by RPATH as PyPI's torch does, or by RUNPATH, over which LD_LIBRARY_PATH goes.
+    with_nccl=False omits libnccl. The fake finds it by RPATH, as PyPI's torch does, or with runpath=True by RUNPATH,
+    which LD_LIBRARY_PATH overrides.
     """
     stub = Path(compiled(version, SONAME))
     tags = "--enable-new-dtags" if runpath else "--disable-new-dtags"
@@ -173,7 +176,7 @@ def torch_with_cuda(site: Path, version: Version = HEADER_VERSION, *, runpath: b
     built = compile_c(TORCH, f"libtorch{version_code(version)}{tags}.so", ["-shared", "-fPIC", "-w"], link)
     nccl = site / "nvidia" / "nccl" / "lib" / SONAME
     for target, content in ((site / "torch" / "lib" / "libtorch_cuda.so", built), (nccl, stub)):
-        if own or content is not stub:
+        if with_nccl or content is not stub:
             target.parent.mkdir(parents=True)
             target.write_bytes(content.read_bytes())
     (site / "torch" / "__init__.py").write_text(IMPORT_TORCH)

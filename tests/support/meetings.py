@@ -1,4 +1,4 @@
-"""What the tests of the ways to meet share: environments, ports, and how a call ended."""
+"""Helpers of the rendezvous tests: environments, ports, and how a call ended."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ import torch
 import pynccl
 from pynccl import Communicator
 
-AT_ONCE = 30.0  # seconds; the timeouts that must not have been waited for are 60
-_held: list[socket.socket] = []
+AT_ONCE = 30.0  # seconds: well below the timeouts of 60 that must not elapse
+_reserved: list[socket.socket] = []
 
 
 class End(NamedTuple):
     """How a call ended."""
 
-    error: str  # name of the class
+    error: str  # name of the exception class; "" if none
     message: str
     seconds: float
 
 
 def free_port() -> int:
-    """A port of the loopback where nobody listens, and which the system gives nobody else while this process lives."""
-    held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # so that who is told the port may listen there
-    held.bind(("127.0.0.1", 0))
-    _held.append(held)
-    return int(held.getsockname()[1])
+    """Return a loopback port without a listener, reserved while this process lives."""
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # lets the test listen on the port
+    sock.bind(("127.0.0.1", 0))
+    _reserved.append(sock)
+    return int(sock.getsockname()[1])
 
 
 def set_environment(rank: int, size: int, port: int, **more: str) -> None:
@@ -48,9 +48,9 @@ def total(comm: Communicator) -> float:
 
 
 def end_of(call: Callable[[], Any]) -> End:
-    """What `call` raises, and the seconds until then."""
+    """Run `call` and return what it raised and how long it took."""
     with contextlib.suppress(pynccl.NcclError):
-        pynccl.load()  # what the first call of a process does, and which is no waiting
+        pynccl.load()  # so that the time of the first load is not measured
     started = time.monotonic()
     try:
         call()
@@ -60,7 +60,7 @@ def end_of(call: Callable[[], Any]) -> End:
 
 
 def interrupted(call: Callable[[], Any]) -> End:
-    """How `call` ends, which hears Ctrl-C after a while."""
+    """Run `call`, send Ctrl-C after 0.4 s, and return how the call ended."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     timer = threading.Timer(0.4, os.kill, (os.getpid(), signal.SIGINT))
     try:

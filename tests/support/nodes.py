@@ -1,4 +1,4 @@
-"""Two machines, which network namespaces stand for: one cable between them, and no way out."""
+"""Two nodes, simulated by network namespaces with one link between them and no other network."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 NODES = (f"pynccl-{os.getpid()}-a", f"pynccl-{os.getpid()}-b")
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
-CABLE = "nccl0"  # what the interface is called on both
+CABLE = "nccl0"  # name of the interface on both nodes
 
 
 def ip(*words: str) -> None:
@@ -21,7 +21,7 @@ def ip(*words: str) -> None:
 
 @contextlib.contextmanager
 def two_nodes() -> Iterator[tuple[str, str]]:
-    """Their names, for `ip netns exec`; skips the test where there can be none."""
+    """Create the namespaces and yield their names, for `ip netns exec`. Skips the test if this is not possible."""
     if shutil.which("ip") is None:
         pytest.skip("needs the program ip (package iproute2)")
     try:

@@ -1,4 +1,4 @@
-"""The Markdown pages as a reader takes them: blocks of Python, commands, what commands print, links, paths."""
+"""Parse the Markdown pages: Python blocks, commands, printed output, links and paths."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Block(NamedTuple):
 
 
 def blocks(page: Path) -> list[Block]:
-    """The fenced ones."""
+    """Return the fenced blocks of the page."""
     found: list[Block] = []
     inside: list[str] | None = None
     kind, start = "", 0
@@ -34,12 +34,12 @@ def blocks(page: Path) -> list[Block]:
                 inside = None
         elif inside is not None:
             inside.append(line)
-    assert inside is None, f"{page.name}:{start - 1}: a block that does not end"
+    assert inside is None, f"{page.name}:{start - 1}: unclosed block"
     return found
 
 
 def program(page: Path, python: list[Block]) -> str:
-    """The Python of a page as one module, each line where it stands on the page, so that errors name it."""
+    """Return the Python of a page as one module with the page's line numbers, so that errors name the right line."""
     lines = [""] * max((block.line + block.text.count("\n") for block in python), default=0)
     for block in python:
         for offset, line in enumerate(block.text.splitlines()):
@@ -48,32 +48,32 @@ def program(page: Path, python: list[Block]) -> str:
 
 
 def prose(page: Path) -> list[tuple[int, str]]:
-    """The lines outside of fenced blocks, with their numbers."""
+    """Return the lines outside fenced blocks, with their numbers."""
     fenced = {block.line + i for block in blocks(page) for i in range(-1, block.text.count("\n") + 1)}
     return [(number, line) for number, line in enumerate(page.read_text().splitlines(), 1) if number not in fenced]
 
 
 def commands(page: Path) -> list[tuple[int, str]]:
-    """What a reader would type: lines of blocks, and what stands between backquotes."""
+    """Return the commands of the page, from blocks and from backquoted text."""
     lines = [line for block in blocks(page) for line in enumerate(block.text.splitlines(), block.line)]
     lines += [(number, text) for number, line in prose(page) for text in [line.strip(), *re.findall("`(.+?)`", line)]]
     return [(number, text.strip().removeprefix("$ ")) for number, text in lines if _COMMAND.match(text.strip("$ "))]
 
 
 def links(page: Path) -> list[tuple[int, str]]:
-    """(line, target) of those that lead to files of the project, their anchors included."""
+    """Return (line, target) of the links to files of the project, including anchors."""
     found = [(number, target) for number, line in prose(page) for target in re.findall(r"\]\(([^)\s]+)\)", line)]
     return [(number, target) for number, target in found if not re.match(r"https?:|mailto:", target)]
 
 
 def anchors(page: Path) -> set[str]:
-    """As GitHub makes them of headings."""
+    """Return the anchors that GitHub derives from the headings."""
     heads = [line.lstrip("#").strip() for _, line in prose(page) if re.match(r"#+ ", line)]
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 
 
 def paths(page: Path) -> list[tuple[int, str]]:
-    """(line, path) of what stands between backquotes and looks like a file or folder of the project."""
+    """Return (line, path) of backquoted text that looks like a file or folder of the project."""
     found = re.compile(r"`([\w.-]+/[\w./-]*)`")
     ours = {folder.name for start in STARTS for folder in start.iterdir() if folder.is_dir()}
     every = [(number, path) for number, line in prose(page) for path in found.findall(line)]

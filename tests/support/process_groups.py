@@ -1,4 +1,4 @@
-"""Process groups of torch.distributed for the ranks of a pool, and numbers whose sums are exact."""
+"""Process groups of torch.distributed for the ranks of a pool, and integer-valued tensors whose sums are exact."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from pynccl import Communicator
 
 
 @contextlib.contextmanager
-def gloo(comm: Communicator, path: str) -> Iterator[None]:
-    """torch's own group over gloo beside the ranks of the pool."""
-    with group_over("gloo", comm, path):
+def gloo_group(comm: Communicator, path: str) -> Iterator[None]:
+    """Context manager with a default gloo group of the same ranks as comm."""
+    with process_group("gloo", comm, path):
         yield
 
 
 @contextlib.contextmanager
-def group_over(backend: str, place: Any, path: str, timeout: float = 60.0) -> Iterator[None]:
-    """The default group of the ranks, within; `place` has rank and size."""
+def process_group(backend: str, place: Any, path: str, timeout: float = 60.0) -> Iterator[None]:
+    """Context manager with a default process group; `place` has rank and size."""
     import pynccl.torch_backend  # noqa: F401
 
     store, limit = dist.FileStore(path, place.size), timedelta(seconds=timeout)

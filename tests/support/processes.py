@@ -1,6 +1,6 @@
-"""Processes and threads that tests of the end of a communicator start, and wait for.
+"""Processes and threads for tests of how communicators end.
 
-What happens at the end of a process is seen in a process of its own, by what its standard error and its stub's log say.
+Each test of process exit runs in its own process, which is checked by its stderr and the log of its stub.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from libraries import Stub, compiled
 from pynccl.bindings.abi import HEADER_VERSION
 
 ROOT = Path(__file__).resolve().parents[2]
-HANGS = 60.0  # seconds after which a process is taken to hang
+HANG_SECONDS = 60.0  # seconds after which a process counts as hung
 DESTROYED = ["ncclCommGetAsyncError", "ncclCommFinalize", "ncclCommDestroy"]
-A_FORK_WITH_THREADS = ("-W", "ignore:This process:DeprecationWarning")  # which Python 3.12 says to whoever forks
+IGNORE_FORK_WARNING = ("-W", "ignore:This process:DeprecationWarning")  # a warning of Python 3.12
 
-# Torch is not imported: the stub needs none, and a process starts in a tenth of a second.
+# Without torch, which the stub does not need, the process starts in 0.1 s.
 PRELUDE = """
 import atexit, ctypes, gc, os, sys, threading, pynccl
 from pynccl.bindings.abi import UniqueId
@@ -37,16 +37,16 @@ def make(rank=1, timeout=60.0):
 """
 
 
-class Ended(NamedTuple):
+class Finished(NamedTuple):
     code: int
     out: str
     err: str
-    calls: list[str]  # names of the C functions that the stub saw, inits left out
+    calls: list[str]  # names of the C functions called, except inits
     seconds: float
 
 
-def process(folder: Path, source: str, *options: str, first: str = "") -> Ended:
-    """Run `source`, which may use what PRELUDE defines, on the stub; `first` comes before pynccl is imported."""
+def process(folder: Path, source: str, *options: str, first: str = "") -> Finished:
+    """Run `source` after PRELUDE in a process that uses the stub; `first` runs before pynccl is imported."""
     script, log = folder / "script.py", folder / "log"
     script.write_text(first + PRELUDE + source)
     log.write_text("")
@@ -57,21 +57,21 @@ def process(folder: Path, source: str, *options: str, first: str = "") -> Ended:
         check=False,
         capture_output=True,
         text=True,
-        timeout=HANGS,
+        timeout=HANG_SECONDS,
         env={**os.environ, **paths},
     )
     seconds = time.monotonic() - started
     calls = [line.split()[0] for line in log.read_text().splitlines()]
-    return Ended(done.returncode, done.stdout, done.stderr, [c for c in calls if c != "ncclCommInitRank"], seconds)
+    return Finished(done.returncode, done.stdout, done.stderr, [c for c in calls if c != "ncclCommInitRank"], seconds)
 
 
-def comes_back(name: str) -> None:
-    """Wait for a call that was left under way beside the thread that made it, if it has not come back meanwhile."""
+def wait_for_return(name: str) -> None:
+    """Wait until an abandoned call, which continues in its own thread, has returned."""
     wait_for(lambda: not any(name in thread.name for thread in threading.enumerate()))
 
 
-def overlapping(stub: Stub, bodies: list[Callable[[], Any]]) -> int:
-    """How many calls began while another was in the library, all bodies run twenty times in threads of their own."""
+def count_overlaps(stub: Stub, bodies: list[Callable[[], Any]]) -> int:
+    """Run each body twenty times in its own thread; return how many C calls began while another was running."""
     before = stub.cdll.stub_overlaps()
     go = threading.Barrier(len(bodies))
 
@@ -89,7 +89,7 @@ def overlapping(stub: Stub, bodies: list[Callable[[], Any]]) -> int:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + HANGS
+    deadline = time.monotonic() + HANG_SECONDS
     while not condition():
         assert time.monotonic() < deadline
         os.sched_yield()

@@ -1,15 +1,15 @@
-"""The pool of rank processes that tests send functions to; starting ranks for every test would take most of the run.
+"""A pool of rank processes that run functions of the tests. Starting ranks for every test would be too slow.
 
-    def sums(comm, value):                      # at module level: it travels by name
+    def sums(comm, value):                      # at module level: it is pickled by name
         return comm.all_reduce(torch.full((3,), value)).tolist()
 
     @each_size
     def test_sum(ranks, n):
         assert ranks.run(n, sums, 2.0) == [[2.0 * n] * 3] * n
 
-Ranks are forked from a server that has torch loaded already, so the first use takes about two seconds and a restart a
-tenth of one. Communicators are made once per size and stay: a function that ends one has to split its own off first.
-Whatever a rank prints goes to a log of its own and is shown if the call fails.
+Ranks are forked from a server that has already loaded torch: the first use takes about 2 s, a restart 0.1 s.
+Communicators are created once per size and reused: a function that ends one must first split off its own. The output of
+a rank goes to its own log, which is shown if the call fails.
 """
 
 from __future__ import annotations
@@ -37,34 +37,34 @@ SIZES = (2, 3, 4)
 each_size = pytest.mark.parametrize("n", SIZES)
 
 HOST: Mapping[str, str | None] = {"PYNCCL_LIBRARY": "host"}
-# torchrun on this machine alone. Left to itself it looks for the address of the hostname, which need not have one.
+# torchrun on one node. By default it resolves the hostname, which may have no address.
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
-GRACE_SECONDS = 3.0  # what the others get to finish in once a rank has failed: mostly they wait for it in a collective
+GRACE_SECONDS = 3.0  # for the other ranks after one has failed; most of them are waiting for it in a collective
 INIT_SECONDS = 30.0
-# What ranks start with: the server that they are forked from has what some test had set while it was started.
+# Initial environment of the ranks. The fork server's may contain variables of the test that started it.
 ENVIRONMENT: Mapping[str, str] = dict(os.environ)
-_PRELOAD = ["torch", "torch.distributed", "pytest"]  # not the project: a fault in it would end the fork server
+_PRELOAD = ["torch", "torch.distributed", "pytest"]  # not the project: an error in it would end the fork server
 _PR_SET_PDEATHSIG = 1
 
 
 class Place(NamedTuple):
-    """Stands for the communicator in a pool without communicators."""
+    """Rank and size; replaces the communicator in a pool without communicators."""
 
     rank: int
     size: int
 
 
 class Outcome(NamedTuple):
-    """How one rank fared. `report` is empty exactly where the function returned."""
+    """Result of one rank. `report` is empty if the function returned."""
 
     rank: int
     value: Any
-    error: BaseException | None  # None also where a rank died, hung, or raised something that cannot be pickled
+    error: BaseException | None  # None also if the rank died, hung, or raised an exception that cannot be pickled
     report: str
 
 
 class RankError(AssertionError):
-    """Some ranks did not return; the message holds each one's traceback, death or stacks."""
+    """Some ranks did not return. The message has the traceback, cause of death or stacks of each."""
 
     def __init__(self, message: str, outcomes: Sequence[Outcome] = ()) -> None:
         super().__init__(message)
@@ -75,7 +75,7 @@ class RankError(AssertionError):
 
 
 class _Rank:
-    """What a rank process does on request; the communicators it has joined, by size."""
+    """The requests that a rank process handles, and its communicators by size."""
 
     def __init__(self, rank: int, communicators: bool, device: int | None) -> None:
         self.rank = rank
@@ -94,7 +94,7 @@ class _Rank:
         self.joined[n] = pynccl.Communicator.init(n, unique_id, self.rank, device=self.device, timeout=INIT_SECONDS)
 
     def call(self, n: int, path: list[str], body: bytes) -> Any:
-        sys.path[:] = path  # test modules are found as pytest found them
+        sys.path[:] = path  # so that test modules are importable as in pytest
         function, args = pickle.loads(body)
         comm = self.joined[n] if self.communicators else Place(self.rank, n)
         before = dict(os.environ)
@@ -113,19 +113,19 @@ class _Rank:
 def _serve(
     rank: int, requests: connection.Connection, log: str, env: Mapping[str, str | None], options: tuple[Any, ...]
 ) -> None:
-    """Answer requests until the pool sends an empty one or is gone."""
-    _settle(rank, log, env)
+    """Handle requests until the pool sends an empty one or exits."""
+    _prepare_process(rank, log, env)
     served = _Rank(rank, *options)
     with contextlib.suppress(EOFError, BrokenPipeError):
         while message := requests.recv_bytes():
             method, args = pickle.loads(message)
-            requests.send_bytes(_answer(getattr(served, method), args))
+            requests.send_bytes(_reply(getattr(served, method), args))
         served.leave()
 
 
-def _settle(rank: int, log: str, env: Mapping[str, str | None]) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # no rank outlives a pytest that was killed
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the pool's to handle
+def _prepare_process(rank: int, log: str, env: Mapping[str, str | None]) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # ranks die with a killed pytest
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the pool handles Ctrl-C
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(out, 1)
@@ -138,11 +138,11 @@ def _settle(rank: int, log: str, env: Mapping[str, str | None]) -> None:
     torch.set_num_threads(1)
 
 
-def _answer(method: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """(value, exception, traceback) in pickled form; a failure to pickle is itself an answer."""
+def _reply(method: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    """Return (value, exception, traceback), pickled. The exception is None if it cannot be pickled."""
     try:
         return pickle.dumps((method(*args), None, ""))
-    except BaseException as error:  # pytest.fail is not an Exception, and the pool has to hear of everything
+    except BaseException as error:  # pytest.fail raises a BaseException
         text = "".join(traceback.format_exception(error)) + _locals_of_assertion(error)
         try:
             reply = pickle.dumps((None, error, text))
@@ -156,7 +156,7 @@ def _answer(method: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 
 def _locals_of_assertion(error: BaseException) -> str:
-    """The values around a bare assert, which pytest rewrites in its own process only."""
+    """Return the local variables around a bare assert, since pytest rewrites asserts only in its own process."""
     if not isinstance(error, AssertionError) or error.args or error.__traceback__ is None:
         return ""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
@@ -182,22 +182,22 @@ class _Worker:
         context.set_forkserver_preload(_PRELOAD)
         self.rank = rank
         self.log = log
-        self.pipe, theirs = context.Pipe()
-        # daemon: the interpreter ends it if the pool was never closed
-        own = {name: value and value.format(rank=rank) for name, value in env.items()}
-        arguments = (rank, theirs, str(log), {**ENVIRONMENT, **own}, options)
+        self.pipe, child_end = context.Pipe()
+        # daemon: the interpreter ends it if the pool is never closed
+        variables = {name: value and value.format(rank=rank) for name, value in env.items()}
+        arguments = (rank, child_end, str(log), {**ENVIRONMENT, **variables}, options)
         self.process = context.Process(target=_serve, args=arguments, name=f"rank {rank}", daemon=True)
         self.process.start()
-        theirs.close()  # so that the death of the rank reads as end of file
+        child_end.close()  # so that the rank's death reads as end of file
         self._printed_before = 0
 
     def send(self, method: str, args: tuple[Any, ...]) -> None:
         self._printed_before = self.log.stat().st_size if self.log.exists() else 0
-        with contextlib.suppress(BrokenPipeError):  # it has died; receive() says so
+        with contextlib.suppress(BrokenPipeError):  # it has died; receive() reports this
             self.pipe.send_bytes(pickle.dumps((method, args)))
 
     def receive(self) -> Outcome:
-        """Its answer; call it when the pipe is ready."""
+        """Return the rank's answer; call it when the pipe is ready."""
         try:
             value, error, text = pickle.loads(self.pipe.recv_bytes())
         except (EOFError, ConnectionResetError):
@@ -206,7 +206,7 @@ class _Worker:
         return self._failed(f"raised\n{text}", error) if text else Outcome(self.rank, value, None, "")
 
     def interrupt(self) -> None:
-        """End a rank that does not answer: on SIGABRT its faulthandler writes all threads' stacks to the log."""
+        """End a rank that does not answer. On SIGABRT, faulthandler writes the stacks of all threads to the log."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.process.pid or 0, signal.SIGABRT)
 
@@ -234,7 +234,7 @@ def _cause_of_death(exitcode: int | None) -> str:
 
 @contextlib.contextmanager
 def _single_threaded_environment() -> Iterator[None]:
-    """The fork server reads these when it loads torch; threads made then would not survive the forks."""
+    """Set one thread per library while the fork server starts: threads do not survive a fork."""
     names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     before = {name: os.environ.get(name) for name in names}
     os.environ.update(dict.fromkeys(names, "1"))
@@ -249,10 +249,10 @@ def _single_threaded_environment() -> Iterator[None]:
 
 
 class RankPool:
-    """Rank processes that live from call to call; as many as the largest size asked for so far.
+    """Rank processes that are kept between calls; as many as the largest size used so far.
 
     env: environment variables of the ranks, None to unset one; "{rank}" in a value becomes the rank.
-    device: what Communicator.init gets. communicators=False: functions get a Place instead (no library is loaded).
+    device: passed to Communicator.init. communicators=False: functions get a Place and no library is loaded.
     """
 
     def __init__(
@@ -266,22 +266,22 @@ class RankPool:
         self._started = 0
 
     def run(self, n: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
-        """[function(comm, *args) on rank 0, ..., on rank n-1].
+        """Run function(comm, *args) on n ranks and return the results in rank order.
 
-        Raises RankError if a rank raised, died or took longer than `timeout` seconds; its __cause__ is the first
-        exception of a rank. The ranks are then started anew at the next call, since they may have diverged.
+        Raises RankError if a rank raises, dies or takes longer than `timeout` seconds; its __cause__ is the first
+        exception of a rank. The next call then starts new ranks, since the old ones may have diverged.
         """
         outcomes = self.outcomes(n, function, *args, timeout=timeout)
         _raise_failures(outcomes)
         return [outcome.value for outcome in outcomes]
 
     def outcomes(self, n: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Outcome]:
-        """The same without raising, for tests in which ranks are meant to fail."""
+        """Like run(), but return an Outcome per rank instead of raising, for tests in which ranks fail."""
         try:
             body = pickle.dumps((function, args))
         except Exception as error:
             raise TypeError(
-                f"{function!r} and its arguments go to the ranks by pickle, which failed: {error}; "
+                f"cannot pickle {function!r} and its arguments to send them to the ranks: {error}; "
                 "define the function at module level and pass what it needs as arguments"
             ) from error
         self._prepare(n)
@@ -305,15 +305,15 @@ class RankPool:
                 self._workers.append(_Worker(rank, log, self._env, self._options))
         communicators, _ = self._options
         if communicators and n not in self._joined:
-            made = self._ask([0], "unique_id", (), INIT_SECONDS)
-            _raise_failures(made)
-            _raise_failures(self._ask(range(n), "join", (n, made[0].value), 2 * INIT_SECONDS))
+            id_outcomes = self._ask([0], "unique_id", (), INIT_SECONDS)
+            _raise_failures(id_outcomes)
+            _raise_failures(self._ask(range(n), "join", (n, id_outcomes[0].value), 2 * INIT_SECONDS))
             self._joined.add(n)
 
     def _ask(self, ranks: Sequence[int], method: str, args: tuple[Any, ...], timeout: float) -> list[Outcome]:
         try:
             outcomes = self._exchange([self._workers[rank] for rank in ranks], method, args, timeout)
-        except BaseException:  # pytest's own timeout or Ctrl-C: answers still under way would reach the next caller
+        except BaseException:  # pytest's timeout or Ctrl-C: pending answers would reach the next caller
             self._kill()
             raise
         if any(outcome.report for outcome in outcomes):
@@ -334,7 +334,7 @@ class RankPool:
                 if outcome.report and time.monotonic() + GRACE_SECONDS < deadline:
                     deadline = time.monotonic() + GRACE_SECONDS
                     why = f"was still running {GRACE_SECONDS:g} s after rank {outcome.rank} failed; its stacks:"
-        for worker in waiting.values():  # all before any is waited for: the death of one would wake the others
+        for worker in waiting.values():  # interrupt all before waiting for any: the death of one would wake the others
             worker.interrupt()
         outcomes += [worker.interrupted(why) for worker in waiting.values()]
         return sorted(outcomes, key=lambda outcome: outcome.rank)

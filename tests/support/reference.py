@@ -1,8 +1,7 @@
-"""What the collectives must give, computed in one process by other means: Python integers, or float64 rounded once.
+"""Expected results of the collectives, computed in one process with Python integers or with float64 rounded once.
 
-Inputs are random but chosen so that exact sums and products fit the accumulator (float32 for the small floats), while
-the results of small types still have to be rounded: one rounding, in whatever order the ranks are added up, is the
-only way to get the bits of the reference.
+Inputs are random, but exact sums and products fit the accumulator (float32 for the small floats). Results of small
+types are still rounded, so only an implementation that rounds once gets the reference's bits, in any order of addition.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ DTYPES: dict[str, torch.dtype] = {
 }
 OPS = ("sum", "prod", "min", "max", "avg")
 
-# Significant bits of the inputs: all that the type has, less where four of them would not add up exactly.
+# Significant bits of the inputs: those of the type, or fewer so that the sum of four is exact.
 _BITS = {
     torch.float16: 11,
     torch.float32: 21,
@@ -42,10 +41,10 @@ _FACTORS = torch.tensor([-3.0, -2.0, -1.5, -1.0, -0.5, 0.5, 1.0, 1.5, 2.0, 3.0],
 
 
 def inputs(dtype: torch.dtype, op: str, count: int, nranks: int, seed: int = 0) -> list[torch.Tensor]:
-    """One tensor of `count` elements per rank; the same in every process."""
+    """Return one tensor of `count` elements per rank, the same in every process."""
     generator = torch.Generator().manual_seed(seed)
 
-    def one() -> torch.Tensor:
+    def random_input() -> torch.Tensor:
         if not dtype.is_floating_point:
             raw = torch.randint(0, 256, (count * dtype.itemsize,), dtype=torch.uint8, generator=generator)
             return raw.view(dtype)
@@ -54,11 +53,11 @@ def inputs(dtype: torch.dtype, op: str, count: int, nranks: int, seed: int = 0) 
         bound = 1 << _BITS[dtype]
         return (torch.randint(1 - bound, bound, (count,), generator=generator).double() / 8).to(dtype)
 
-    return [one() for _ in range(nranks)]
+    return [random_input() for _ in range(nranks)]
 
 
 def reduced(tensors: Sequence[torch.Tensor], op: str) -> torch.Tensor:
-    """The reduction of the ranks' tensors."""
+    """Return the reduction of the ranks' tensors."""
     dtype = tensors[0].dtype
     if not dtype.is_floating_point:
         return _reduced_integers(tensors, op)
@@ -73,7 +72,7 @@ def reduced(tensors: Sequence[torch.Tensor], op: str) -> torch.Tensor:
 
 
 def _reduced_integers(tensors: Sequence[torch.Tensor], op: str) -> torch.Tensor:
-    """Sums and products wrap around as in C; an average is the wrapped sum, divided towards zero."""
+    """Reduce integers. Sums and products wrap around as in C; averages divide the wrapped sum, rounding to zero."""
     dtype = tensors[0].dtype
     columns = zip(*(x.tolist() for x in tensors), strict=True)
     bits = dtype.itemsize * 8
@@ -83,7 +82,7 @@ def _reduced_integers(tensors: Sequence[torch.Tensor], op: str) -> torch.Tensor:
         value &= (1 << bits) - 1
         return value - (1 << bits) if signed and value >> (bits - 1) else value
 
-    def one(values: tuple[int, ...]) -> int:
+    def reduce_values(values: tuple[int, ...]) -> int:
         if op == "prod":
             return wrap(int(np.prod(np.array(values, dtype=object))))
         if op in ("min", "max"):
@@ -93,11 +92,11 @@ def _reduced_integers(tensors: Sequence[torch.Tensor], op: str) -> torch.Tensor:
             return total
         return abs(total) // len(values) * (1 if total >= 0 else -1)
 
-    return torch.tensor([one(values) for values in columns], dtype=dtype)
+    return torch.tensor([reduce_values(values) for values in columns], dtype=dtype)
 
 
 def expect(got: Any, wanted: torch.Tensor, what: str) -> None:
-    """Fail unless `got` has the shape, the type and every bit of `wanted`."""
+    """Check that `got` has the shape, dtype and bits of `wanted`."""
     assert isinstance(got, torch.Tensor), f"{what}: got {got!r}"
     assert (got.shape, got.dtype) == (wanted.shape, wanted.dtype), f"{what}: {got.shape} {got.dtype}"
     differs = (bits(got) != bits(wanted)).flatten().nonzero().flatten()
@@ -108,5 +107,5 @@ def expect(got: Any, wanted: torch.Tensor, what: str) -> None:
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor."""
+    """Return the bytes of a tensor."""
     return x.detach().contiguous().flatten().view(torch.uint8)

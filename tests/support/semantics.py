@@ -1,9 +1,9 @@
-"""Every differentiable collective beside a single-process reference that is plain differentiable torch.
+"""Every differentiable collective with a single-process reference in plain differentiable torch.
 
-An `Operation` says how to call the collective and how to compute all ranks' outputs from all ranks' inputs in one
-process. From that, any property (gradients under either convention, second derivatives, tangents, vmap, ...) has an
-independent expectation: torch's own derivative of the reference. test_semantics.py checks every operation in every
-property, and scripts/semantics_table.py makes docs/semantics.md of what it found.
+An `Operation` defines how to call the collective and how to compute all ranks' outputs from all ranks' inputs in one
+process. The expected value of any property (gradients under either convention, second derivatives, tangents, vmap, ...)
+is torch's derivative of the reference. test_semantics.py checks every property of every operation, and
+scripts/semantics_table.py writes docs/semantics.md from the results.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor
 
 import pynccl_autograd as ad
 
-ROWS = 2  # rows per rank along the dimension that is cut
-WIDTHS = (3, 2, 4)  # of the others
+ROWS = 2  # rows per rank along the dimension that is split
+WIDTHS = (3, 2, 4)  # sizes of the other dimensions
 
 Outputs = list[Tensor]
 
 
 class Case(NamedTuple):
-    """How an operation is called."""
+    """The options of one call."""
 
     n: int
     dim: int = 0
@@ -33,10 +33,10 @@ class Case(NamedTuple):
     reduce_dtype: torch.dtype | None = None
 
     def splits(self) -> list[int]:
-        """Rows of each rank's slice; uneven ones with an empty one in between."""
+        """Return the rows of each rank's slice; if uneven, rank 1 has none."""
         return [(0 if r == 1 else r + 1) if self.uneven else ROWS for r in range(self.n)]
 
-    def given(self) -> list[int] | None:
+    def splits_or_none(self) -> list[int] | None:
         return self.splits() if self.uneven else None
 
     def shape(self, rows: int) -> tuple[int, ...]:
@@ -46,23 +46,23 @@ class Case(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """call(x, comm, case) on a rank; reference(xs, case) -> ys of all ranks; shape(r, case) of rank r's input."""
+    """call(x, comm, case) on a rank; reference(xs, case) -> all ranks' outputs; shape(r, case) of rank r's input."""
 
     call: Callable[[Tensor, Any, Case], Tensor]
     reference: Callable[[Sequence[Tensor], Case], Outputs]
     shape: Callable[[int, Case], tuple[int, ...]]
     linear: bool = True
-    input_is_one: bool = False  # the input is one logical value held by all ranks; its gradient is summed over them
-    cannot: Mapping[str, str] = MappingProxyType({})  # property -> why there is no such thing
+    replicated_input: bool = False  # the input is replicated; its gradient is summed over the ranks
+    cannot: Mapping[str, str] = MappingProxyType({})  # property -> why it does not apply
 
 
-NO_CONVENTIONS = {"replicated": "both conventions are one: the output differs by rank"}
+NO_CONVENTIONS = {"replicated": "the output differs by rank, so both conventions are the same"}
 ELEMENTWISE = {
-    "any dim": "elementwise: there is no dimension to choose",
-    "uneven": "elementwise: nothing is cut",
+    "any dim": "elementwise: no dimension to choose",
+    "uneven": "elementwise: nothing is split",
 }
-NO_SUM = {"reduce_dtype": "nothing is summed, forwards or backwards"}
-NO_ORDER = {"complex": "complex numbers are not ordered; TypeError"}
+NO_SUM = {"reduce_dtype": "neither the forward nor the backward pass sums"}
+NO_ORDER = {"complex": "raises TypeError: complex numbers have no order"}
 
 
 def slices(x: Tensor, case: Case) -> Outputs:
@@ -73,23 +73,23 @@ def total(xs: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(xs)).sum(0)
 
 
-def same(y: Tensor, n: int) -> Outputs:
+def on_all_ranks(y: Tensor, n: int) -> Outputs:
     return [y] * n
 
 
-def at(rank: int, y: Tensor, n: int) -> Outputs:
+def on_one_rank(rank: int, y: Tensor, n: int) -> Outputs:
     return [y if r == rank else torch.zeros_like(y) for r in range(n)]
 
 
-def anywhere(r: int, case: Case) -> tuple[int, ...]:
+def row_shape(r: int, case: Case) -> tuple[int, ...]:
     return case.shape(ROWS)
 
 
-def whole(r: int, case: Case) -> tuple[int, ...]:
+def full_shape(r: int, case: Case) -> tuple[int, ...]:
     return case.shape(sum(case.splits()))
 
 
-def own(r: int, case: Case) -> tuple[int, ...]:
+def shard_shape(r: int, case: Case) -> tuple[int, ...]:
     return case.shape(case.splits()[r])
 
 
@@ -99,7 +99,7 @@ def reduction(op: Any, reference: Callable[[Sequence[Tensor]], Tensor], **option
         return ad.all_reduce(x, comm, operator, grad=case.grad, reduce_dtype=case.reduce_dtype)
 
     cannot = {**ELEMENTWISE, **options.pop("cannot", {})}
-    return Operation(call, lambda xs, case: same(reference(xs), case.n), anywhere, cannot=cannot, **options)
+    return Operation(call, lambda xs, case: on_all_ranks(reference(xs), case.n), row_shape, cannot=cannot, **options)
 
 
 def scale(rank: int) -> float:
@@ -107,7 +107,7 @@ def scale(rank: int) -> float:
 
 
 def edges(n: int) -> list[tuple[int, int]]:
-    """A ring, with a fan-out from rank 0, a fan-in at rank 1, an edge to itself, and a rank without a target."""
+    """Return a chain plus edges from rank 0 to itself and to the last rank, which has no target."""
     return [(r, r + 1) for r in range(n - 1)] + [(0, 0), (0, n - 1)]
 
 
@@ -116,7 +116,7 @@ def permuted(xs: Sequence[Tensor], case: Case) -> Outputs:
 
 
 def transposed(xs: Sequence[Tensor], case: Case) -> Outputs:
-    """All-to-all: rank r gets part r of every rank, along the next dimension."""
+    """All-to-all: rank r gets slice r of every rank, concatenated along the next dimension."""
     other = (case.dim + 1) % 3
     return [torch.cat([slices(x, case)[r] for x in xs], other) for r in range(case.n)]
 
@@ -124,7 +124,7 @@ def transposed(xs: Sequence[Tensor], case: Case) -> Outputs:
 def transpose(x: Tensor, comm: Any, case: Case) -> Tensor:
     other = (case.dim + 1) % 3
     recv = [x.shape[other]] * case.n if case.uneven else None
-    return ad.all_to_all(x, comm, case.dim, other, send_splits=case.given(), recv_splits=recv)
+    return ad.all_to_all(x, comm, case.dim, other, send_splits=case.splits_or_none(), recv_splits=recv)
 
 
 LEFT, RIGHT = 1, 2
@@ -132,7 +132,7 @@ INTERIOR = 3
 
 
 def widths(case: Case) -> list[tuple[int, int]]:
-    """(left, right) of every rank's halos."""
+    """Return the (left, right) halo widths of every rank."""
     return [(r, (r + 1) % 2) if case.uneven else (LEFT, RIGHT) for r in range(case.n)]
 
 
@@ -152,21 +152,23 @@ def halos(xs: Sequence[Tensor], case: Case) -> Outputs:
     return ys
 
 
-def rest_is_empty(y: Tensor, case: Case) -> Outputs:
+def on_last_rank(y: Tensor, case: Case) -> Outputs:
     return [y if r == case.n - 1 else y.narrow(case.dim, 0, 0) for r in range(case.n)]
 
 
-ONE_INPUT = "the input is the replicated value, and what is made of the output differs by rank"
-BORDERS = "one addition per border, in the tensor's own type"
-EDGES = "where edges meet, they are summed here in the tensor's own type"
+REPLICATED_INPUT = "the replicated value is the input; each rank uses the output differently"
+BORDERS = "one addition per border, in the tensor's dtype"
+EDGES = "edges with the same target are summed in the tensor's dtype"
 
 
 def scattered(x: Tensor, comm: Any, case: Case, op: str = "sum") -> Tensor:
-    return ad.reduce_scatter(x, comm, case.dim, op, splits=case.given(), reduce_dtype=case.reduce_dtype)
+    return ad.reduce_scatter(x, comm, case.dim, op, splits=case.splits_or_none(), reduce_dtype=case.reduce_dtype)
 
 
 def gathered(x: Tensor, comm: Any, case: Case) -> Tensor:
-    return ad.all_gather(x, comm, case.dim, grad=case.grad, splits=case.given(), reduce_dtype=case.reduce_dtype)
+    return ad.all_gather(
+        x, comm, case.dim, grad=case.grad, splits=case.splits_or_none(), reduce_dtype=case.reduce_dtype
+    )
 
 
 # The root is the last rank.
@@ -182,54 +184,56 @@ OPERATIONS: dict[str, Operation] = {
     "copy": Operation(
         lambda x, comm, case: ad.copy(x, comm, reduce_dtype=case.reduce_dtype),
         lambda xs, case: list(xs),
-        anywhere,
-        input_is_one=True,
-        cannot={**ELEMENTWISE, "replicated": ONE_INPUT},
+        row_shape,
+        replicated_input=True,
+        cannot={**ELEMENTWISE, "replicated": REPLICATED_INPUT},
     ),
-    "reduce_scatter": Operation(scattered, lambda xs, case: slices(total(xs), case), whole, cannot=NO_CONVENTIONS),
+    "reduce_scatter": Operation(scattered, lambda xs, case: slices(total(xs), case), full_shape, cannot=NO_CONVENTIONS),
     "reduce_scatter avg": Operation(
         lambda x, comm, case: scattered(x, comm, case, "avg"),
         lambda xs, case: slices(total(xs) / case.n, case),
-        whole,
+        full_shape,
         cannot=NO_CONVENTIONS,
     ),
-    "all_gather": Operation(gathered, lambda xs, case: same(torch.cat(list(xs), case.dim), case.n), own),
+    "all_gather": Operation(
+        gathered, lambda xs, case: on_all_ranks(torch.cat(list(xs), case.dim), case.n), shard_shape
+    ),
     "split": Operation(
-        lambda x, comm, case: ad.split(x, comm, case.dim, splits=case.given()),
+        lambda x, comm, case: ad.split(x, comm, case.dim, splits=case.splits_or_none()),
         lambda xs, case: [slices(x, case)[r] for r, x in enumerate(xs)],
-        whole,
-        input_is_one=True,
+        full_shape,
+        replicated_input=True,
         cannot={**NO_CONVENTIONS, **NO_SUM},
     ),
     "broadcast": Operation(
         lambda x, comm, case: ad.broadcast(x, comm, case.n - 1, grad=case.grad, reduce_dtype=case.reduce_dtype),
-        lambda xs, case: same(xs[-1], case.n),
-        anywhere,
+        lambda xs, case: on_all_ranks(xs[-1], case.n),
+        row_shape,
         cannot=ELEMENTWISE,
     ),
     "reduce": Operation(
         lambda x, comm, case: ad.reduce(x, comm, case.n - 1, reduce_dtype=case.reduce_dtype),
-        lambda xs, case: at(case.n - 1, total(xs), case.n),
-        anywhere,
+        lambda xs, case: on_one_rank(case.n - 1, total(xs), case.n),
+        row_shape,
         cannot={**ELEMENTWISE, **NO_CONVENTIONS},
     ),
     "scatter": Operation(
-        lambda x, comm, case: ad.scatter(x, comm, case.n - 1, case.dim, splits=case.given()),
+        lambda x, comm, case: ad.scatter(x, comm, case.n - 1, case.dim, splits=case.splits_or_none()),
         lambda xs, case: slices(xs[-1], case),
-        whole,
+        full_shape,
         cannot={**NO_CONVENTIONS, **NO_SUM},
     ),
     "gather": Operation(
-        lambda x, comm, case: ad.gather(x, comm, case.n - 1, case.dim, splits=case.given()),
-        lambda xs, case: rest_is_empty(torch.cat(list(xs), case.dim), case),
-        own,
+        lambda x, comm, case: ad.gather(x, comm, case.n - 1, case.dim, splits=case.splits_or_none()),
+        lambda xs, case: on_last_rank(torch.cat(list(xs), case.dim), case),
+        shard_shape,
         cannot={**NO_CONVENTIONS, **NO_SUM},
     ),
-    "all_to_all": Operation(transpose, transposed, whole, cannot={**NO_CONVENTIONS, **NO_SUM}),
+    "all_to_all": Operation(transpose, transposed, full_shape, cannot={**NO_CONVENTIONS, **NO_SUM}),
     "permute": Operation(
         lambda x, comm, case: ad.permute(x, comm, edges(case.n)),
         permuted,
-        anywhere,
+        row_shape,
         cannot={**ELEMENTWISE, **NO_CONVENTIONS, "reduce_dtype": EDGES},
     ),
     "halo_exchange": Operation(
@@ -242,15 +246,15 @@ OPERATIONS: dict[str, Operation] = {
 
 
 def tensors(operation: Operation, case: Case, seed: int, dtype: torch.dtype = torch.float64) -> Outputs:
-    """All ranks' inputs, different on each; one logical value on all where the operation takes that."""
+    """Return all ranks' inputs; they differ by rank unless the operation takes a replicated input."""
     generator = torch.Generator().manual_seed(seed)
     wide = torch.complex128 if dtype.is_complex else torch.float64
-    made = [torch.randn(operation.shape(r, case), generator=generator, dtype=wide).to(dtype) for r in range(case.n)]
-    return [made[0].clone() for _ in made] if operation.input_is_one else made
+    xs = [torch.randn(operation.shape(r, case), generator=generator, dtype=wide).to(dtype) for r in range(case.n)]
+    return [xs[0].clone() for _ in xs] if operation.replicated_input else xs
 
 
 def cotangents(ys: Sequence[Tensor], seed: int, equal: bool) -> Outputs:
-    """One for each output; the same on all ranks if `equal`."""
+    """Return a cotangent for each rank's output; the same on all ranks if `equal`."""
     generator = torch.Generator().manual_seed(seed)
-    made = [torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.dtype) for y in ys]
-    return [made[0].clone() for _ in made] if equal else made
+    gs = [torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.dtype) for y in ys]
+    return [gs[0].clone() for _ in gs] if equal else gs

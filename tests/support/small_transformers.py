@@ -1,4 +1,4 @@
-"""Small models of transformers without dropout, a batch, and how one made parallel is compared with the whole one."""
+"""Small transformers models without dropout, a batch, and a comparison of parallelized and unsharded models."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ def batch(step: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": labels}
 
 
-def compare(model: nn.Module, whole: nn.Module, tolerance: dict[str, float]) -> None:
-    """Parameters and gradients, by name."""
-    expected = dict(whole.named_parameters())
+def compare(model: nn.Module, unsharded: nn.Module, tolerance: dict[str, float]) -> None:
+    """Compare parameters and gradients by name with those of the unsharded model."""
+    expected = dict(unsharded.named_parameters())
     assert dict(model.named_parameters()).keys() == expected.keys()
     for path, parameter in model.named_parameters():
-        shard, other = shard_of(parameter), expected[path]
-        assert (parameter.grad is None) == (other.grad is None), path
-        for part, right in ((parameter.detach(), other.detach()), (parameter.grad, other.grad)):
+        shard, reference = shard_of(parameter), expected[path]
+        assert (parameter.grad is None) == (reference.grad is None), path
+        for part, right in ((parameter.detach(), reference.detach()), (parameter.grad, reference.grad)):
             if right is not None:
-                own = right if shard is None else shard.own(right)
-                torch.testing.assert_close(part, own, **tolerance, msg=partial("{}: {}".format, path))
+                expected_shard = right if shard is None else shard.own(right)
+                torch.testing.assert_close(part, expected_shard, **tolerance, msg=partial("{}: {}".format, path))
 
 
 TOLERANCE = {

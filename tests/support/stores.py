@@ -1,4 +1,4 @@
-"""A store that counts what is asked of it."""
+"""A store that counts its operations."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections import Counter
 from typing import Any
 
 
-class Counted:
-    """Another store's operations, each counted by its name; `turns`: keys whose checks are counted as "turn"."""
+class CountingStore:
+    """Wraps a store and counts its operations by name; a check of a key in `turns` counts as "turn"."""
 
     def __init__(self, store: Any, turns: tuple[str, ...] = ()) -> None:
         self.store, self.turns = store, turns
@@ -22,9 +22,9 @@ class Counted:
 
         return counted if name in ("add", "get", "set", "check", "append") else found
 
-    def clone(self) -> Counted:
+    def clone(self) -> CountingStore:
         return self
 
     def total(self) -> int:
-        """But for turns."""
+        """Return the number of operations, except turns."""
         return self.operations.total() - self.operations["turn"]

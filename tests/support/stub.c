@@ -1,6 +1,6 @@
-/* A libnccl of any version that moves nothing and writes down what it was called with; see libraries.py.
+/* A libnccl of any version that moves no data and records its calls; see libraries.py.
 
-   Compiled with -DVERSION=22105 it lacks what 2.21.5 lacks. Prototypes are copied from nccl.h by hand. */
+   Compiled with -DVERSION=22105, it has only the functions of 2.21.5. Prototypes are copied from nccl.h by hand. */
 #include <pthread.h>
 #include <stdarg.h>
 #include <stdint.h>
@@ -16,7 +16,7 @@ typedef struct { size_t size; unsigned int magic, version; char rest[]; } config
 
 enum { INTERNAL_ERROR = 3, INVALID_ARGUMENT = 4, IN_PROGRESS = 7 };
 
-/* What a test has asked a function to do. One function per kind of rule. */
+/* Rules set by a test: one function per kind of rule. */
 enum { FAIL, SLEEP_MS, POLLS, FINAL, NULLED, WHOLE, KINDS };
 static struct { char name[64]; int value; } rules[KINDS];
 static char record[1 << 18];
@@ -48,7 +48,7 @@ static void write_down(const char *format, ...) {
   put(format, args);
   va_end(args);
 }
-/* To a file too, where a test looks after the process has ended. */
+/* Also append to a file, which a test reads after the process has exited. */
 static void copy_to_log(size_t from) {
   const char *path = getenv("STUB_LOG");
   FILE *log = path ? fopen(path, "a") : NULL;
@@ -85,7 +85,7 @@ static comm_t make(int rank, int nranks, int device) {
   *made = (typeof(*made)){rank, nranks, device};
   return made;
 }
-/* As NCCL does: a nonblocking parent has no child to show until it is out of IN_PROGRESS. */
+/* As in NCCL, the child handle of a nonblocking parent is set only when the parent is no longer IN_PROGRESS. */
 static int made_by(comm_t parent, comm_t *out, comm_t made, int code) {
   int waits = parent != NULL && code == IN_PROGRESS;
   *out = waits ? NULL : made;
@@ -93,12 +93,12 @@ static int made_by(comm_t parent, comm_t *out, comm_t made, int code) {
   return code;
 }
 
-/* The calls of an open group, of which a simulation spoils the communicators, as in NCCL: it keeps their work lists. */
+/* The calls of an open group. As in NCCL, a simulation leaves its communicators unusable: their work lists remain. */
 static __thread comm_t members[64];
 static __thread int grouped, count, collectives;
 static int enter(comm_t comm, int collective) {
   if (comm->spoilt) return note("spoilt", ""), INTERNAL_ERROR;
-  if (!grouped || comm->nranks == 1) return 0; /* of a single rank, NCCL runs it at once */
+  if (!grouped || comm->nranks == 1) return 0; /* NCCL runs calls of a single rank at once */
   if (count < 64) members[count++] = comm;
   collectives += collective;
   return 0;
@@ -152,7 +152,7 @@ int ncclCommInitAll(comm_t *comms, int n, const int *devices) {
 }
 int ncclCommSplit(comm_t comm, int color, int key, comm_t *out, config_t *config) {
   if (config) note_config("config", config);
-  int whole = rule(WHOLE, "ncclCommSplit"); /* as if all ranks came with the same color */
+  int whole = rule(WHOLE, "ncclCommSplit"); /* as if all ranks passed the same color */
   comm_t made = color >= 0 ? make(whole ? comm->rank : 0, whole ? comm->nranks : 1, comm->device) : NULL;
   return made_by(comm, out, made, note("ncclCommSplit", " color=%d key=%d", color, key));
 }
@@ -200,7 +200,7 @@ int ncclCommCount(comm_t comm, int *out) { *out = comm->nranks; return 0; }
 int ncclCommCuDevice(comm_t comm, int *out) { *out = comm->device; return 0; }
 int ncclCommUserRank(comm_t comm, int *out) { *out = comm->rank; return 0; }
 #if VERSION >= 22800
-/* As nccl.h says: it succeeds, and the communicator is in progress until it has come to rest. */
+/* As documented in nccl.h, it succeeds, and the communicator is in progress until it is quiescent. */
 int ncclCommRevoke(comm_t comm, int flags) {
   int code = note("ncclCommRevoke", " rank=%d flags=%d", comm->rank, flags);
   return code == IN_PROGRESS ? 0 : code;
@@ -215,7 +215,7 @@ int ncclCommMemStats(comm_t comm, int stat, uint64_t *value) {
 }
 #endif
 
-/* The device's side, of which torch needs some */
+/* Device API, of which torch needs one function */
 
 #if VERSION >= 22800
 int ncclDevCommDestroy(comm_t comm, const void *devcomm) { return note("ncclDevCommDestroy", " rank=%d", comm->rank); }
@@ -226,7 +226,7 @@ int ncclDevCommDestroy(comm_t comm, const void *devcomm) { return note("ncclDevC
 #if VERSION >= 21900
 int ncclMemAlloc(void **pointer, size_t size) {
   int code = note("ncclMemAlloc", " size=%zu", size);
-  *pointer = code ? (void *)0xdeadbeef : malloc(size); /* what is left there by a failure is not to be looked at */
+  *pointer = code ? (void *)0xdeadbeef : malloc(size); /* on failure, callers must ignore the pointer */
   return code;
 }
 int ncclMemFree(void *pointer) {
@@ -268,7 +268,7 @@ int ncclRedOpCreatePreMulSum(int *op, void *scalar, int dtype, int residence, co
 }
 int ncclRedOpDestroy(int op, comm_t comm) { return note("ncclRedOpDestroy", " op=%d", op); }
 
-/* Collectives. A null communicator is refused, as by every library. */
+/* Collectives. A null communicator is an error, as in every version. */
 
 #define MOVED " send=%zu recv=%zu count=%zu dtype=%d"
 #define WHERE " comm=%d stream=%zu"
@@ -277,7 +277,7 @@ int ncclRedOpDestroy(int op, comm_t comm) { return note("ncclRedOpDestroy", " op
 #define BUFFERS const void *send, void *recv, size_t count, int dtype
 #define PLACE comm_t comm, stream_t stream
 
-/* EXTRA and VALUES are parameters and arguments in parentheses, each with its comma behind it. */
+/* EXTRA and VALUES are parameters and arguments in parentheses, each followed by a comma. */
 #define OPEN(...) __VA_ARGS__
 #define PLAIN(NAME, EXTRA, FORMAT, VALUES)                                              \
   int NAME(BUFFERS, OPEN EXTRA PLACE) {                                                 \

@@ -1,6 +1,6 @@
-"""A CUDA driver of two GPUs that computes nothing: cuda.core and pynccl run over it, in a process of their own.
+"""A stub CUDA driver with two GPUs that computes nothing. cuda.core and pynccl use it in a separate process.
 
-What belongs to a thread's current context is checked as strictly as the real driver may do it; see cuda_stub.c.
+It checks the thread's current context as strictly as the real driver may; see cuda_stub.c.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from libraries import compile_c
 
 HERE = Path(__file__).resolve().parent
-_folder = tempfile.TemporaryDirectory(prefix="pynccl-driver-")  # goes with this process
+_folder = tempfile.TemporaryDirectory(prefix="pynccl-driver-")  # removed when this process exits
 
 PRELUDE = """
 import ctypes, threading
@@ -28,20 +28,20 @@ stub = Stub()
 library = stub.library
 
 def current():
-    "Ordinal of the current GPU of this thread, None for none."
+    "Return the ordinal of this thread's current GPU, or None."
     from cuda.bindings import driver as api
     code, device = api.cuCtxGetDevice()
     return int(device) if int(code) == 0 else None
 
 def make_current(ordinal):
-    "As another library does it."
+    "Make the GPU current as another library would."
     from cuda.bindings import driver as api
     context = 0 if ordinal is None else int(api.cuDevicePrimaryCtxRetain(ordinal)[1])
     api.cuCtxSetCurrent(api.CUcontext(context))
     assert current() == ordinal
 
 def in_a_thread(call):
-    "What call() returns or raises in a new thread, which has no context."
+    "Run call() in a new thread, which has no context, and return or raise its result."
     found = []
     def run():
         try:
@@ -57,8 +57,8 @@ def in_a_thread(call):
         raise found[0]
     return found[0]
 
-def refused(call, *kinds):
-    "What call() raises, which is of these kinds."
+def raised_by(call, *kinds):
+    "Return the exception of these kinds that call() raises."
     try:
         call()
     except kinds as error:
@@ -68,17 +68,19 @@ def refused(call, *kinds):
 
 
 def over_driver(code: str, *paths: str, **environment: str) -> str:
-    """What `code` prints, behind PRELUDE, in a process that finds the stub as its driver. It must not fail.
+    """Run `code` after PRELUDE in a process that uses the stub driver, check that it succeeds, and return its output.
 
-    paths: to be searched for packages before all others."""
-    given_paths = filter(None, [*paths, os.environ.get("PYTHONPATH")])  # another cuda-core may be tried by the latter
-    found = os.pathsep.join([*given_paths, str(HERE), str(HERE.parent)])
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("CUDA_", "LOCAL_RANK"))}
-    given = {"LD_LIBRARY_PATH": _driver(), "PYTHONPATH": found, "PYNCCL_LIBRARY": "", **environment}
+    paths: prepended to the search path of packages."""
+    search_paths = filter(None, [*paths, os.environ.get("PYTHONPATH")])  # PYTHONPATH can select another cuda-core
+    python_path = os.pathsep.join([*search_paths, str(HERE), str(HERE.parent)])
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("CUDA_", "LOCAL_RANK"))}
+    variables = {"LD_LIBRARY_PATH": _driver(), "PYTHONPATH": python_path, "PYNCCL_LIBRARY": "", **environment}
     command = [sys.executable, "-c", PRELUDE + code]
-    done = subprocess.run(command, env={**kept, **given}, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    finished = subprocess.run(
+        command, env={**inherited, **variables}, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    return finished.stdout
 
 
 EACH = """
@@ -98,13 +100,13 @@ for name, code in CODES.items():
 
 
 def failures_over_driver(codes: dict[str, str]) -> str:
-    """What went wrong in which of `codes`, each in a fork of its own of one process as of over_driver."""
+    """Run each of `codes` as over_driver does, in forks of one process, and return the tracebacks of the failures."""
     return over_driver(f"CODES = {codes!r}\n{EACH}")
 
 
 @functools.cache
 def _driver() -> str:
-    """The folder of libcuda.so.1."""
+    """Compile the stub and return the folder with libcuda.so.1."""
     options = ["-shared", "-fPIC", "-w", "-Wl,-soname,libcuda.so.1"]
     built = compile_c((HERE / "cuda_stub.c").read_text(), "libcuda-stub.so", options, ["-ldl"])
     (Path(_folder.name) / "libcuda.so.1").write_bytes(built.read_bytes())
@@ -112,7 +114,7 @@ def _driver() -> str:
 
 
 def broken_pair(folder: Path) -> Path:
-    """A folder of packages with a cuda-core 1.0.0 that fails as it does beside cuda-bindings 13.0.3."""
+    """Fill the folder with a cuda-core 1.0.0 whose import fails as it does with cuda-bindings 13.0.3; return it."""
     for name, version in (("cuda_core", "1.0.0"), ("cuda_bindings", "13.0.3")):
         (folder / f"{name}-{version}.dist-info").mkdir()
         text = f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n"

@@ -1,4 +1,4 @@
-"""What tests of traces share: a model, its steps under a trace, the file read."""
+"""Helpers of the trace tests: a model, traced training steps, and a reader of trace files."""
 
 from __future__ import annotations
 
@@ -54,18 +54,18 @@ def read(path: Path | str) -> dict[str, Any]:
 
 
 def slices(trace: dict[str, Any], category: str = "", pid: int | None = None) -> list[Event]:
-    found = [one for one in trace["traceEvents"] if one["ph"] == "X" and (pid is None or one["pid"] == pid)]
-    return [one for one in found if one["cat"] == category] if category else found
+    found = [event for event in trace["traceEvents"] if event["ph"] == "X" and (pid is None or event["pid"] == pid)]
+    return [event for event in found if event["cat"] == category] if category else found
 
 
 def lanes_of(trace: dict[str, Any], pid: int) -> dict[int, str]:
-    names = [one for one in trace["traceEvents"] if one["name"] == "thread_name" and one["pid"] == pid]
-    return {one["tid"]: one["args"]["name"] for one in names}
+    names = [event for event in trace["traceEvents"] if event["name"] == "thread_name" and event["pid"] == pid]
+    return {event["tid"]: event["args"]["name"] for event in names}
 
 
 def steps(comm: Communicator, path: str, count: int, late: int = -1) -> list[tuple[str, int]]:
-    """Some steps of a model; the rank `late` comes late to the first. Returns what was asked of the communicator, by
-    its methods: (operation, bytes)."""
+    """Run traced training steps, in the first of which the rank `late` is 0.2 s late. Return the collective calls as
+    (operation, bytes)."""
     torch.manual_seed(0)
     model, x = Model(comm), torch.randn(ROWS // comm.size, 2, WIDTH)
     calls: list[tuple[str, int]] = []
@@ -90,16 +90,16 @@ def steps(comm: Communicator, path: str, count: int, late: int = -1) -> list[tup
 
 
 def check_nesting(trace: dict[str, Any]) -> None:
-    """Slices of a lane lie within each other or apart; those of communicators apart."""
+    """Check that the slices of a lane are nested or disjoint, and those of communicators disjoint."""
     by_lane = defaultdict(list)
-    for one in slices(trace):
-        by_lane[one["pid"], one["tid"]].append(one)
+    for event in slices(trace):
+        by_lane[event["pid"], event["tid"]].append(event)
     for found in by_lane.values():
         open_until: list[float] = []
-        for one in sorted(found, key=lambda one: (one["ts"], -one["dur"])):
-            begin, end = one["ts"], one["ts"] + one["dur"]
+        for event in sorted(found, key=lambda event: (event["ts"], -event["dur"])):
+            begin, end = event["ts"], event["ts"] + event["dur"]
             while open_until and open_until[-1] <= begin + 1e-6:
                 open_until.pop()
-            assert not open_until or end <= open_until[-1] + 1e-6, one
-            assert not open_until or one["cat"] != "comm", one
+            assert not open_until or end <= open_until[-1] + 1e-6, event
+            assert not open_until or event["cat"] != "comm", event
             open_until.append(end)

@@ -1,5 +1,4 @@
-"""Layers of which the ways are tried although they are small, what their calls took, and clocks that say what a test
-wants."""
+"""Trials of schedules for small layers, a record of the chosen schedules, and clocks that a test controls."""
 
 from __future__ import annotations
 
@@ -17,11 +16,11 @@ from pynccl import Communicator
 from pynccl.comm.observers import Observer, observing
 from pynccl_autograd.overlap import routes as remembered, trials
 
-ROWS = 288  # of the whole: enough for 8 slices, and divisible by 2, 3 and 4 ranks
+ROWS = 288  # of the full input: enough for 8 slices, and divisible by 2, 3 and 4 ranks
 IN, OUT = 24, 48
-MOST_CALLS = 24  # of a trial
+MAX_CALLS = 24  # upper limit of the calls that a trial takes
 FUNCTIONS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "copy_matmul")
-# Where on a CPU something is tried, and what: the ring and the bulk where the pattern has them.
+# Patterns with trials on a CPU, and their candidates.
 FORWARD = {
     "all_gather_matmul": ["off", "bulk", "slices 2", "slices 4", "slices 8", "ring"],
     "matmul_reduce_scatter": ["off", "slices 2", "slices 4", "slices 8", "ring"],
@@ -36,14 +35,14 @@ PATTERNS = {**FORWARD, **BACKWARD}
 
 
 @contextlib.contextmanager
-def tried_small(seed: int | None = None) -> Iterator[None]:
-    """Layers of any size are tried, and what this process knew of earlier ones is forgotten.
+def tune_small_layers(seed: int | None = None) -> Iterator[None]:
+    """Context manager that enables trials for layers of any size and forgets earlier decisions of this process.
 
-    seed  of a clock of random times, of this rank, so that any way may be the fastest; None: the clock of the machine
+    seed  seed of random measured times, so that any schedule may be the fastest; None: use the real clock
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trials, "FEWEST_FLOP", 0.0)
-        patch.setattr(remembered, "_found", {})
+        patch.setattr(trials, "MIN_FLOP", 0.0)
+        patch.setattr(remembered, "_decided", {})
         patch.setattr(remembered, "_loaded", {})
         if seed is not None:
             draw, now = random.Random(seed), [0]
@@ -56,27 +55,27 @@ def tried_small(seed: int | None = None) -> Iterator[None]:
         yield
 
 
-class Took(NamedTuple):
-    """What a pass was decided to take."""
+class ChosenSchedule(NamedTuple):
+    """The schedule chosen for a pass."""
 
     pattern: str
-    way: str
+    schedule: str
     settled: bool
 
 
-class Ways(Observer):
-    """Of every call whose way was decided, in order."""
+class Schedules(Observer):
+    """Records the chosen schedules of all calls, in order."""
 
     def __init__(self) -> None:
-        self.took: list[Took] = []
+        self.chosen: list[ChosenSchedule] = []
 
     def decided(self, owner: Any, decision: Any) -> None:
         """See Observer."""
-        self.took.append(Took(decision.pattern, decision.way, decision.settled))
+        self.chosen.append(ChosenSchedule(decision.pattern, decision.schedule, decision.settled))
 
 
 class Clock(Observer):
-    """A clock by which a pass takes what `seconds` says of its decision, and of how many of that way there were."""
+    """A clock that makes a pass take seconds(decision, number of earlier calls of this schedule)."""
 
     def __init__(self, seconds: Callable[[ad.overlap.Decision, int], float]) -> None:
         self._seconds, self._now, self._under_way = seconds, 0, False
@@ -88,28 +87,28 @@ class Clock(Observer):
         self._decision = decision
 
     def moment(self, like: Tensor) -> int:
-        """The begin of a pass, or its end."""
+        """Return the time at the begin or end of a pass."""
         if self._under_way:
             decision = self._decision
-            number = self._seen.get((decision.pattern, decision.way), 0)
-            self._seen[decision.pattern, decision.way] = number + 1
+            number = self._seen.get((decision.pattern, decision.schedule), 0)
+            self._seen[decision.pattern, decision.schedule] = number + 1
             self._now += round(self._seconds(decision, number) * 1e9)
         self._under_way = not self._under_way
         return self._now
 
 
 @contextlib.contextmanager
-def timed_by(seconds: Callable[[ad.overlap.Decision, int], float]) -> Iterator[None]:
-    """Small layers are tried, and take what `seconds` says on this rank."""
+def tune_with_times(seconds: Callable[[ad.overlap.Decision, int], float]) -> Iterator[None]:
+    """Context manager that enables trials for layers of any size, with times given by `seconds` on this rank."""
     clock = Clock(seconds)
-    with tried_small(), pytest.MonkeyPatch.context() as patch, observing(clock):
+    with tune_small_layers(), pytest.MonkeyPatch.context() as patch, observing(clock):
         patch.setattr(trials, "_moment", clock.moment)
         yield
 
 
-def calling(comm: Communicator, name: str, owner: Any = None, **options: Any) -> Any:
-    """A function of no arguments that calls one of the four forwards and backwards, with the same tensors at each call:
-    (y, dx, dw, dbias)."""
+def make_call(comm: Communicator, name: str, owner: Any = None, **options: Any) -> Any:
+    """Return a function that runs one of the four operations forward and backward, with the same tensors at each call,
+    and returns (y, dx, dw, dbias)."""
     torch.manual_seed(comm.rank)
     x = torch.randn(ROWS // comm.size if name == "all_gather_matmul" else ROWS, IN, dtype=torch.float64)
     w, bias = torch.randn(OUT, IN, dtype=torch.float64), torch.randn(OUT, dtype=torch.float64)
@@ -125,6 +124,10 @@ def calling(comm: Communicator, name: str, owner: Any = None, **options: Any) ->
     return call
 
 
-def settled(owner: Any) -> dict[str, str]:
-    """The ways of what has been decided by a trial, by pattern."""
-    return {one.pattern: one.way for one in ad.overlap.decisions(owner) if one.settled and one.tried}
+def chosen_by_trials(owner: Any) -> dict[str, str]:
+    """Return the schedules chosen by trials, by pattern."""
+    return {
+        decision.pattern: decision.schedule
+        for decision in ad.overlap.decisions(owner)
+        if decision.settled and decision.tried
+    }

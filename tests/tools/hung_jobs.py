@@ -1,4 +1,4 @@
-"""Records of jobs that hang, made by hand, and the command that is given them."""
+"""Hand-made records of hanging jobs, and helpers that run `hang` on them."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ STACK = "/home/me/train.py:20 main\n/home/me/train.py:35 step\n{}"
 
 
 def process(rank: int, number: int = 41, state: str = INSIDE, host: str = "node0", size: int = 4) -> ProcessRecord:
-    """A rank whose newest call is all_reduce #number."""
-    calls = [_call(one, COMPLETED) for one in range(number - 3, number)] + [_call(number, state)]
+    """Return the record of a rank whose newest call is all_reduce #number."""
+    calls = [_call(each, COMPLETED) for each in range(number - 3, number)] + [_call(number, state)]
     completed = number if state == COMPLETED else number - 1
     comm = CommRecord("uid1", "tp", rank, size, made=NOW - 100, entered=number, completed=completed, calls=calls)
     where = "/home/me/model.py:88 forward" if state == INSIDE else "/home/me/data.py:41 next_batch"
-    lived = {"started": NOW - 200, "now": NOW, "heartbeat": NOW - 0.2}
+    times = {"started": NOW - 200, "now": NOW, "heartbeat": NOW - 0.2}
     at = {"where": where, "where_at": NOW - 0.3, "stack": STACK.format(where)}
-    return ProcessRecord(4000 + rank, host, machine=host, job="train", rank=rank, comms=[comm], **lived, **at)
+    return ProcessRecord(4000 + rank, host, machine=host, job="train", rank=rank, comms=[comm], **times, **at)
 
 
 def _call(number: int, state: str) -> CallRecord:
     issued = NOW - 12.3 - (41 - number)
     done = 0.0 if state in (INSIDE, ISSUED) else issued + 0.002
     times = {"issued": issued, "returned": done, "completed": done}
-    given = {"count": 33_554_432, "dtype": "BFLOAT16", "op": "SUM", "site": "/home/me/model.py:88"}
-    return CallRecord(number, number, "all_reduce", state=state, **given, **times)  # type: ignore[arg-type]
+    arguments = {"count": 33_554_432, "dtype": "BFLOAT16", "op": "SUM", "site": "/home/me/model.py:88"}
+    return CallRecord(number, number, "all_reduce", state=state, **arguments, **times)  # type: ignore[arg-type]
 
 
 def missing(size: int, behind: tuple[int, ...] | None = None, hosts: int = 1) -> list[ProcessRecord]:
-    """A job in which some ranks, else the last one, have not come to all_reduce #41."""
+    """Return a job in which some ranks (by default the last) have not entered all_reduce #41."""
     behind = (size - 1,) if behind is None else behind
     return [
         process(rank, 40, COMPLETED, f"node{rank * hosts // size}", size)
@@ -47,10 +47,10 @@ def missing(size: int, behind: tuple[int, ...] | None = None, hosts: int = 1) ->
     ]
 
 
-def saved(path: Path, processes: list[ProcessRecord]) -> str:
-    """As `hang --json` writes it."""
+def save_records(path: Path, processes: list[ProcessRecord]) -> str:
+    """Write the records as `hang --json` does; return the path."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"processes": [to_json(one) for one in processes]}))
+    path.write_text(json.dumps({"processes": [to_json(each) for each in processes]}))
     return str(path)
 
 

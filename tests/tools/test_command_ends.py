@@ -1,9 +1,10 @@
-"""How every command ends: exit codes of errors, a line for what a user can mend, quiet where nobody reads on."""
+"""Exit codes of commands, one-line errors, and quiet exits on closed pipes and Ctrl-C."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,15 +19,15 @@ from pynccl.__main__ import main
 from pynccl.tools import command
 
 ROOT = Path(__file__).resolve().parents[2]
-SECONDS = 100.0  # of patience, on a busy machine
+SECONDS = 100.0  # timeout, for a busy machine
 
 
-def test_each_kind_of_error_has_its_code(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_error_has_its_exit_code(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def ended(error: BaseException) -> int:
-        def fails() -> None:
+        def raise_error() -> None:
             raise error
 
-        return command.ended(fails, "it.py")
+        return command.ended(raise_error, "it.py")
 
     for error, code in (
         (ValueError("--x is 0"), 2),
@@ -43,10 +44,10 @@ def test_each_kind_of_error_has_its_code(capsys: pytest.CaptureFixture[str], mon
         (KeyboardInterrupt(), 130),
     ):
         assert ended(error) == code, error
-        said = capsys.readouterr().err
-        assert said.startswith("it.py: ") and len(said.splitlines()) == 1
-        assert sys.last_value is error  # for the flight recorder, which tells the other ranks
-    with pytest.raises(KeyError):  # a fault of the program keeps its traceback
+        printed = capsys.readouterr().err
+        assert printed.startswith("it.py: ") and len(printed.splitlines()) == 1
+        assert sys.last_value is error  # the flight recorder reports it to the other ranks
+    with pytest.raises(KeyError):  # a bug in the program keeps its traceback
         ended(KeyError("a key of the program's own"))
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "4")
@@ -54,22 +55,22 @@ def test_each_kind_of_error_has_its_code(capsys: pytest.CaptureFixture[str], mon
     assert capsys.readouterr().err == "it.py: rank 3: a line\n  what to do\n"
 
 
-def test_types_of_options(tmp_path: Path) -> None:
+def test_option_types(tmp_path: Path) -> None:
     assert [command.whole(1)("1"), command.whole(2, 64)("64"), command.number(0.5)("0.5")] == [1, 64, 0.5]
     assert command.output_file(str(tmp_path / "a" / "b.txt")).parent.is_dir()
     rows: list[tuple[Any, str, str]] = [
-        (command.whole(1), "0", "'0': expected a whole number, 1 or more"),
-        (command.whole(2, 64), "65", "'65': expected a whole number from 2 to 64"),
-        (command.whole(2, 64), "two", "'two': expected a whole number from 2 to 64"),
+        (command.whole(1), "0", "'0': expected an integer, 1 or more"),
+        (command.whole(2, 64), "65", "'65': expected an integer from 2 to 64"),
+        (command.whole(2, 64), "two", "'two': expected an integer from 2 to 64"),
         (command.number(0.5), "0.4", "'0.4': expected a number, 0.5 or more"),
         (command.number(0, "GB/s"), "nan", "'nan': expected GB/s, 0 or more"),
-        (command.output_file, str(tmp_path), f"{tmp_path}: Is a directory; pass a file that can be written"),
-        (command.output_file, "/proc/nowhere/x", "/proc/nowhere/x: No such file or directory; pass a file"),
+        (command.output_file, str(tmp_path), f"{tmp_path}: Is a directory; pass a writable file"),
+        (command.output_file, "/proc/nowhere/x", "/proc/nowhere/x: No such file or directory; pass a writable file"),
     ]
     for kind, text, message in rows:
-        with pytest.raises(argparse.ArgumentTypeError) as refused:
+        with pytest.raises(argparse.ArgumentTypeError) as caught:
             kind(text)
-        assert str(refused.value).startswith(message)
+        assert str(caught.value).startswith(message)
 
 
 def test_without_a_command_the_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,8 +79,29 @@ def test_without_a_command_the_commands_are_listed(capsys: pytest.CaptureFixture
     assert out == "" and err.startswith("usage: python -m pynccl <command>") and "\n  doctor " in err
     assert main(["--help"]) == 0
     assert capsys.readouterr() == (err, "")
-    assert main(["docter"]) == 2
-    assert "unknown command 'docter'" in capsys.readouterr().err
+    assert main(["nonsense"]) == 2
+    assert "unknown command 'nonsense'; expected one of doctor, " in capsys.readouterr().err
+
+
+def test_a_misspelt_name_prints_one_line_with_the_closest_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doktor"]) == 2
+    line = "python -m pynccl: error: unknown command 'doktor'; did you mean doctor?\n"
+    assert capsys.readouterr() == ("", line)
+    names = ["all_reduce", "reduce", "reduce_scatter", "send_recv"]
+    for text, name in {"reduce_scater": "reduce_scatter", "AllReduce": "all_reduce", "send-recv": "send_recv"}.items():
+        assert command.did_you_mean(text, names) == f"did you mean {name}?"
+    assert command.did_you_mean("nope", names) == ""
+
+
+@pytest.mark.parametrize("library", ["host", "/etc/hostname"])
+def test_version_is_one_line_with_or_without_a_library(
+    library: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYNCCL_LIBRARY", library)
+    assert main(["--version"]) == 0
+    nccl = r"NCCL \d+\.\d+\.\d+ \(host library\)" if library == "host" else r"no usable NCCL library \(.*doctor\)"
+    out, err = capsys.readouterr()
+    assert re.fullmatch(rf"pynccl-autograd {re.escape(pynccl.__version__)}, {nccl}\n", out) and err == ""
 
 
 def program(folder: Path, body: str) -> str:
@@ -88,7 +110,7 @@ def program(folder: Path, body: str) -> str:
     return str(path)
 
 
-def test_who_stops_reading_and_a_full_disk_get_no_traceback(tmp_path: Path) -> None:
+def test_a_closed_pipe_and_a_full_disk_print_no_traceback(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     for body, words, ended in (
         ("    for i in range(100000):\n        print(i)", '"$1" "$2" | head -1; exit ${PIPESTATUS[0]}', (1, "0\n", "")),
@@ -100,8 +122,8 @@ def test_who_stops_reading_and_a_full_disk_get_no_traceback(tmp_path: Path) -> N
         assert (done.returncode, done.stdout, done.stderr) == ended, words
 
 
-def test_ctrl_c_is_130_and_a_line(tmp_path: Path) -> None:
-    # Many naps: a signal just before a system call does not interrupt it, and is seen when it returns.
+def test_ctrl_c_prints_one_line_and_exits_with_130(tmp_path: Path) -> None:
+    # Many short sleeps: a signal just before a system call is handled only after the call returns.
     body = "    print('there', flush=True)\n    for _ in range(3000):\n        time.sleep(0.02)"
     process = subprocess.Popen(
         [sys.executable, program(tmp_path, body)],

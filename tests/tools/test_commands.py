@@ -1,4 +1,4 @@
-"""Every command a user runs: help with examples that run as they stand, exit codes, errors in one line, quiet ends."""
+"""Every user command: help with runnable examples, exit codes and short error messages."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from forks import Ended, Forks
+from forks import Finished, Forks
 
 from pynccl.__main__ import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "commands.md").read_text()
-AT_ONCE = 3  # some of them mostly wait
-SECONDS = 100.0  # of patience, on a busy machine
-# Run by tests of their own, with options as short.
+AT_ONCE = 3  # some commands mostly wait
+SECONDS = 100.0  # timeout, for a busy machine
+# Other tests run these.
 ELSEWHERE = {*(f"scripts/bench/{name}.py" for name in ("data_parallel", "overhead", "overlap", "scale"))}
 ELSEWHERE |= {"-m pynccl hang", "scripts/recipes/hugging_face.py", "scripts/train.py", "scripts/semantics_table.py"}
 
 
 def scripts() -> Iterator[str]:
-    """What a user launches: files that do something when they are run. faults/ranks.py is the campaign's own."""
+    """Return the scripts that users launch; faults/ranks.py is internal to the campaign."""
     for folder in ("scripts", *(f"scripts/{name}" for name in ("bench", "faults", "gpu", "recipes"))):
         for path in sorted((ROOT / folder).glob("*.py")):
             if '__name__ == "__main__"' in path.read_text() and path.name != "ranks.py":
@@ -36,13 +36,13 @@ MODULES = [f"-m pynccl {name}" for name in COMMANDS]
 NAMES = [*MODULES, *scripts()]
 
 
-def examples_of(text: str) -> list[str]:
+def example_lines(text: str) -> list[str]:
     return [line.strip() for line in text.partition("\nexamples:\n")[2].splitlines() if line.strip()]
 
 
 def environment_of(folder: Path) -> dict[str, str]:
-    own = {"PYNCCL_LIBRARY": "host", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "80", "OMP_NUM_THREADS": "1"}
-    return {**own, "OUT": str(folder / "out"), "PYNCCL_WATCH_DIR": str(folder / "watch")}
+    environment = {"PYNCCL_LIBRARY": "host", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "80", "OMP_NUM_THREADS": "1"}
+    return {**environment, "OUT": str(folder / "out"), "PYNCCL_WATCH_DIR": str(folder / "watch")}
 
 
 @pytest.fixture(scope="module")
@@ -58,61 +58,59 @@ def threads() -> Iterator[concurrent.futures.Executor]:
 
 
 @pytest.fixture(scope="module")
-def helps(
+def help_texts(
     forks: Forks, threads: concurrent.futures.Executor, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Ended]:
+) -> dict[str, Finished]:
     folder = tmp_path_factory.mktemp("help")
-    asked = [(*name.split(), "--help") for name in NAMES]
-    ended = threads.map(lambda words: forks.run(words, 0, folder, environment_of(folder))[0], asked)
+    commands = [(*name.split(), "--help") for name in NAMES]
+    ended = threads.map(lambda words: forks.run(words, 0, folder, environment_of(folder))[0], commands)
     return dict(zip(NAMES, ended, strict=True))
 
 
-def test_help_has_exit_codes_and_examples_and_the_page_of_commands_has_one_of_them(helps: dict[str, Ended]) -> None:
-    for name, (code, out, err) in helps.items():
+def test_help_has_exit_codes_and_examples_and_docs_commands_shows_one(help_texts: dict[str, Finished]) -> None:
+    for name, (code, out, err) in help_texts.items():
         assert (code, err) == (0, "") and out.startswith("usage: "), name
         flat = " ".join(out.split())
         for text in ("0 good", r"; 1 \w+", "2 options, files or settings that cannot work", "130 interrupted"):
             assert re.search(text, flat), (name, text)
-        examples = examples_of(out)
-        mine = name.split()[-1] if name in MODULES else name
-        assert examples and all(mine in one for one in examples), name
+        examples = example_lines(out)
+        shown = name.split()[-1] if name in MODULES else name
+        assert examples and all(shown in line for line in examples), name
 
         title = f"python {name}" if name in MODULES else name
         section = re.search(rf"^### {re.escape(title)}\n\n(.*?)(?=^##|\Z)", PAGE, re.MULTILINE | re.DOTALL)
         assert section, f"docs/commands.md has no section ### {title}"
-        assert section[1].strip().split("\n\n")[1].strip("`") in [one.partition("#")[0].strip() for one in examples], (
-            name
-        )
+        assert section[1].strip().split("\n\n")[1].strip("`") in [x.partition("#")[0].strip() for x in examples], name
     assert sorted(re.findall(r"^### (?:python )?(.*)$", PAGE, re.MULTILINE)) == sorted(NAMES)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_examples_run_as_they_stand(
-    threads: concurrent.futures.Executor, helps: dict[str, Ended], tmp_path: Path
+def test_the_examples_in_help_texts_run(
+    threads: concurrent.futures.Executor, help_texts: dict[str, Finished], tmp_path: Path
 ) -> None:
     def run(number: int, line: str) -> subprocess.CompletedProcess[str]:
-        where = tmp_path / f"{number}"
-        (where / "out").mkdir(parents=True)
+        folder = tmp_path / f"{number}"
+        (folder / "out").mkdir(parents=True)
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        own = {**os.environ, **environment_of(where), "PATH": path, "PYTHONPATH": str(ROOT)}
+        env = {**os.environ, **environment_of(folder), "PATH": path, "PYTHONPATH": str(ROOT)}
         words = [
             "bash",
             "-c",
             line.replace("scripts/", f"{ROOT}/scripts/").replace("torchrun", "torchrun --standalone"),
         ]
-        return subprocess.run(words, cwd=where, env=own, capture_output=True, text=True, timeout=300, check=False)
+        return subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False)
 
     names = [name for name in NAMES if name not in ELSEWHERE]
-    lines = [line for name in names for line in examples_of(helps[name].out) if " # long" not in line]
+    lines = [line for name in names for line in example_lines(help_texts[name].out) if " # long" not in line]
     for line, done in zip(lines, threads.map(run, range(len(lines)), lines), strict=True):
         assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
 
 
 # ---------------------------------------------------------------------------------------------- options and variables
 
-UNWRITABLE = "/proc/nowhere/x"  # where even root makes no file
-NONSENSE = [
+UNWRITABLE = "/proc/nowhere/x"  # not writable even for root
+INVALID_OPTIONS = [
     ("-m pynccl perf", f"all_reduce --json {UNWRITABLE}"),
     ("scripts/train.py", "--nonsense"),
     ("scripts/bench/data_parallel.py", "--ranks 100000"),
@@ -126,35 +124,35 @@ NONSENSE = [
 ]
 
 
-def test_what_cannot_work_is_said_in_a_line(forks: Forks, threads: concurrent.futures.Executor, tmp_path: Path) -> None:
-    asked = [(*name.split(), *options.split()) for name, options in NONSENSE]
-    ended = threads.map(lambda words: forks.run(words, 0, tmp_path, environment_of(tmp_path))[0], asked)
-    for (name, options), (code, out, err) in zip(NONSENSE, ended, strict=True):
+def test_invalid_options_print_an_error(forks: Forks, threads: concurrent.futures.Executor, tmp_path: Path) -> None:
+    commands = [(*name.split(), *options.split()) for name, options in INVALID_OPTIONS]
+    ended = threads.map(lambda words: forks.run(words, 0, tmp_path, environment_of(tmp_path))[0], commands)
+    for (name, options), (code, out, err) in zip(INVALID_OPTIONS, ended, strict=True):
         assert (code, out) == (2, ""), (name, options, err)
         lines = err.splitlines()
         prog = f"python {name}" if name in MODULES else name.rpartition("/")[2]
         assert lines[0].startswith(f"{prog}: ") and len(lines[0]) > len(prog) + 15, (name, options)
-        assert all(line.startswith("  ") for line in lines[1:]), (name, options)  # what to do, where there is much
+        assert all(line.startswith("  ") for line in lines[1:]), (name, options)  # further lines say what to do
         assert "Errno" not in err and "Traceback" not in err, (name, options)
 
 
-# Variable -> (values that make no sense, what the error says that it takes).
+# Variable -> (invalid values, pattern of the expected values in the error).
 VARIABLES = {
-    "PYNCCL_CHECK": (("yes please",), "1, .* or 0"),
-    "PYNCCL_HOST_INIT_TIMEOUT": (("nan",), "seconds above 0"),
+    "PYNCCL_CHECK": (("yes please",), "1 .* or 0"),
+    "PYNCCL_HOST_INIT_TIMEOUT": (("nan",), "positive number of seconds"),
     "PYNCCL_HOST_LINK": (("fast", "bandwidth=0GB/s"), "latency=50us,bandwidth=1GB/s"),
-    "PYNCCL_HOST_TIMEOUT": (("soon", "0"), "seconds above 0"),
+    "PYNCCL_HOST_TIMEOUT": (("soon", "0"), "positive number of seconds"),
     "PYNCCL_HOST_TRANSPORT": (("pigeon",), "auto, shm or sockets"),
     "PYNCCL_HOST_VERSION": (("9.9.9",), "from 2.18 to 2"),
-    "PYNCCL_JOB_KEY": (("short",), "16 or more"),  # what the error says of it, not its value, which is a secret
+    "PYNCCL_JOB_KEY": (("short",), "16 or more"),  # its value is a secret and not in the error
     "PYNCCL_LIBRARY": (("Host", "/etc/hostname"), "the path of a libnccl.so.2, .* 'host'"),
     "PYNCCL_WATCH": (("maybe",), "on, off"),
     "PYNCCL_WATCH_ACTION": (("panic",), "report, raise"),
-    "PYNCCL_WATCH_TIMEOUT": (("-1", "nan"), "seconds, such as 60; 0 to never look"),
+    "PYNCCL_WATCH_TIMEOUT": (("-1", "nan"), "seconds, such as 60, or 0 to disable"),
 }
-ANY = {"PYNCCL_WATCH_DIR"}  # a folder that cannot be written to is as good as none
-OF_TWO_RANKS = {"PYNCCL_HOST_INIT_TIMEOUT", "PYNCCL_HOST_TRANSPORT"}  # one that is alone does not read them
-MEETING = """
+UNCHECKED = {"PYNCCL_WATCH_DIR"}  # an unwritable folder only disables recording
+NEED_TWO_RANKS = {"PYNCCL_HOST_INIT_TIMEOUT", "PYNCCL_HOST_TRANSPORT"}  # a single rank does not read them
+PROGRAM = """
 import pynccl
 from pynccl.tools import command
 
@@ -166,17 +164,17 @@ command.run(main, "program.py")
 """
 
 
-def test_every_variable_that_makes_no_sense_is_named_with_what_is_expected(
+def test_invalid_environment_variables_raise_with_the_expected_values(
     forks: Forks, threads: concurrent.futures.Executor, tmp_path: Path
 ) -> None:
-    sources = [path for room in ("pynccl", "autograd") for path in (ROOT / room).rglob("*.py")]
-    named = {name for path in sources for name in re.findall(r"\"(PYNCCL_[A-Z_]*[A-Z])\"", path.read_text())}
-    assert named == VARIABLES.keys() | ANY
-    (tmp_path / "program.py").write_text(MEETING)
+    sources = [path for package in ("pynccl", "autograd") for path in (ROOT / package).rglob("*.py")]
+    mentioned = {name for path in sources for name in re.findall(r"\"(PYNCCL_[A-Z_]*[A-Z])\"", path.read_text())}
+    assert mentioned == VARIABLES.keys() | UNCHECKED
+    (tmp_path / "program.py").write_text(PROGRAM)
 
-    def run(case: tuple[str, str]) -> list[Ended]:
+    def run(case: tuple[str, str]) -> list[Finished]:
         environment = {**environment_of(tmp_path), case[0]: case[1]}
-        return forks.run((str(tmp_path / "program.py"),), 1 + (case[0] in OF_TWO_RANKS), tmp_path, environment)
+        return forks.run((str(tmp_path / "program.py"),), 1 + (case[0] in NEED_TWO_RANKS), tmp_path, environment)
 
     cases = [(name, value) for name, (values, _) in VARIABLES.items() for value in values]
     for (name, value), ended in zip(cases, threads.map(run, cases), strict=True):

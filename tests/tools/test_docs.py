@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import os
 import random
@@ -22,6 +23,7 @@ from pages import PAGES, ROOT
 from ranks import RankPool
 
 import pynccl
+import pynccl_autograd as ad
 from pynccl import Communicator
 from pynccl.__main__ import COMMANDS as TOOLS, main
 
@@ -32,10 +34,11 @@ NEEDS_A_GPU = "# needs a GPU"
 # What rank 0 prints, program by program, where a page says or shows it.
 PRINTS = {
     "README.md": [
-        r"^<pynccl.Communicator rank 0 of 2 on cpu> \[1\.0, 1\.0, 1\.0, 1\.0, 1\.0, 1\.0, 1\.0, 1\.0\]$",
-        r"^2676\.\d+ 25\.84\d+ (\d\.\d+e-1[5-9]|0\.0)$",
-        r"^3\.3892\d* 4,293,376 bytes on this rank, 8,585,984 in the whole model$",
-        r"^layer +pass +chosen.*\nRowParallelLinear\(256, 64\) #\d+ +forward   slices 4 .*\n.*backward  slices 4 +1",
+        r"^\[10\.0, 12\.0\] \[0\.0, 1\.0, 10\.0, 11\.0\] \[10\.0, 11\.0\]$",
+        r"^loss 2676\.\d\d, gradient norm 25\.84\d$",
+        r"^3\.389 4,293,376 bytes on this rank, 8,585,984 in the full model$",
+        r"^layer +pass +chosen.*\nRowParallelLinear\(2048, 512\) #\d+ +forward .*\n.* backward .*\n.*tried: off",
+        r"^$",
     ],
 }
 
@@ -155,6 +158,17 @@ def test_explain_runs_and_draws_what_its_page_shows(
     for text, drawn in shown:
         assert main(shlex.split(text)[3:]) == 0
         assert capsys.readouterr().out == drawn, text
+
+
+def test_the_table_of_operations_has_their_arguments() -> None:
+    """The public functions of autograd/ops/, as `inspect` says them."""
+    rows = re.findall(r"^\| `((\w+)\(.*?\))` \|", (ROOT / "docs" / "operations.md").read_text(), re.MULTILINE)
+    for call, name in rows:
+        parameters = inspect.signature(getattr(ad, name)).parameters.values()
+        bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in parameters]
+        assert call == f"{name}{inspect.Signature(bare)}".replace("'", '"')
+    public = {name for name in ad.__all__ if inspect.isfunction(getattr(ad, name))}
+    assert {name for _, name in rows} == {name for name in public if ".ops." in getattr(ad, name).__module__}
 
 
 def test_links_and_paths_lead_somewhere() -> None:

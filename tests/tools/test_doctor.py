@@ -1,6 +1,6 @@
-"""What `python -m pynccl doctor` finds: the library in use, wheels that overwrote each other, copies, the driver.
+"""Findings of `python -m pynccl doctor`: the library in use, overwritten wheels, several copies, the driver.
 
-Most runs leave out site-packages (`python -S`), so that nothing but the faked installation is there to be found.
+Most tests run without site-packages (`python -S`), so that only the fake installation is found.
 """
 
 from __future__ import annotations
@@ -39,47 +39,47 @@ int cuDriverGetVersion(int *version) { *version = 12040; return 0; }
 
 
 def stub(version: str, cuda: str) -> bytes:
-    """The bytes of a libnccl that has little more than its version."""
+    """Return the bytes of a minimal libnccl of this version."""
     code = version_code(tuple(map(int, version.split("."))))
     source = SOURCE % {"version": version, "cuda": cuda, "code": code}
-    if code >= version_code((2, 28)):  # as what torch needs of it
+    if code >= version_code((2, 28)):  # torch needs this symbol
         source += "int ncclDevCommDestroy(void) { return 0; }"
     options = ["-shared", "-fPIC", "-w", f"-Wl,-soname,{SONAME}"]
     return compile_c(source, f"libdoctor{code}cuda{cuda}.so", options).read_bytes()
 
 
-def place(path: Path, content: bytes) -> Path:
+def write_file(path: Path, content: bytes) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
     return path
 
 
 def install(site: Path, name: str, version: str, content: bytes, installer: str = "pip") -> Path:
-    """As pip does it: the library, over any that is there, and a RECORD with its hash. Returns the library's path."""
+    """Install the library over an existing one, with a RECORD like pip's; return its path."""
     info = f"{name.replace('-', '_')}-{version}.dist-info"
     digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
     record = f"nvidia/nccl/lib/{SONAME},sha256={digest},{len(content)}\n{info}/METADATA,,\n{info}/RECORD,,\n"
-    place(site / info / "METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n".encode())
-    place(site / info / "RECORD", record.encode())
-    place(site / info / "INSTALLER", f"{installer}\n".encode())
-    return place(site / "nvidia" / "nccl" / "lib" / SONAME, content)
+    write_file(site / info / "METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n".encode())
+    write_file(site / info / "RECORD", record.encode())
+    write_file(site / info / "INSTALLER", f"{installer}\n".encode())
+    return write_file(site / "nvidia" / "nccl" / "lib" / SONAME, content)
 
 
 def doctor(
     *options: str, site: Path | None = None, code: str = "", **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """The doctor in an interpreter of its own, in which `code` has run before. By default there are no GPUs."""
-    ours = ("PYNCCL_", "NCCL_", "PYTHONPATH", "LD_LIBRARY_PATH", "COLUMNS")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    """Run the doctor in a new interpreter after `code`, by default without GPUs."""
+    removed = ("PYNCCL_", "NCCL_", "PYTHONPATH", "LD_LIBRARY_PATH", "COLUMNS")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(removed)}
     paths = ([str(site)] if site else []) + [str(ROOT)]
-    given = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(paths), **environment}
+    overrides = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(paths), **environment}
     program = f"{code}\nimport sys\nfrom pynccl.__main__ import main\nsys.exit(main(['doctor', *sys.argv[1:]]))"
     command = [sys.executable, *(["-S"] if site else []), "-c", program, *options]
-    return subprocess.run(command, env={**kept, **given}, capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run(command, env={**kept, **overrides}, capture_output=True, text=True, timeout=100, check=False)
 
 
 def findings(site: Path | None = None, code: str = "", **environment: str) -> dict[str, Any]:
-    """What --json prints, and nothing beside it."""
+    """Return the output of --json; check that there is no other output."""
     done = doctor("--json", site=site, code=code, **environment)
     assert not done.stderr, done.stderr
     found = json.loads(done.stdout)
@@ -89,7 +89,7 @@ def findings(site: Path | None = None, code: str = "", **environment: str) -> di
 
 
 def problem(found: dict[str, Any], code: str) -> dict[str, Any]:
-    """The one problem with this code."""
+    """Return the only problem with this code."""
     (match,) = (problem for problem in found["problems"] if problem["code"] == code)
     return match
 
@@ -106,11 +106,11 @@ def both_wheels(site: Path) -> Path:
     return install(site, *CU13, stub("2.28.9", "13.0"))
 
 
-def reinstalled(name: str, version: str) -> str:
+def reinstall_command(name: str, version: str) -> str:
     return f"{PIP} install --force-reinstall --no-deps {name}=={version}"
 
 
-def test_wheels_that_overwrote_each_other_are_told_apart_and_mended(tmp_path: Path) -> None:
+def test_wheels_that_overwrote_each_other_are_identified_and_get_a_fix(tmp_path: Path) -> None:
     path = both_wheels(tmp_path)
     found = findings(tmp_path, PYNCCL_LIBRARY="nccl")
     states = [(wheel["name"], wheel["state"]) for wheel in found["wheels"]]
@@ -118,39 +118,39 @@ def test_wheels_that_overwrote_each_other_are_told_apart_and_mended(tmp_path: Pa
     collision = problem(found, "wheel-collision")
     assert collision["text"] == (
         f"nvidia-nccl-cu12 2.27.7 and nvidia-nccl-cu13 2.28.9 are both installed and write the same file, {path}. "
-        "The file there is that of nvidia-nccl-cu13 2.28.9 (NCCL 2.28.9 for CUDA 13.0)"
+        "The file belongs to nvidia-nccl-cu13 2.28.9 (NCCL 2.28.9 for CUDA 13.0)"
     )
-    fix = f"{PIP} uninstall -y nvidia-nccl-cu12 && {reinstalled(*CU13)}"
+    fix = f"{PIP} uninstall -y nvidia-nccl-cu12 && {reinstall_command(*CU13)}"
     assert collision["is_command"] and collision["fix"] == fix
     library = found["library"]
     assert (library["version"], library["cuda"], library["origin"]) == ("2.28.9", "13.0", "wheel")
 
     done = doctor(site=tmp_path, PYNCCL_LIBRARY="nccl", COLUMNS="80")
     assert done.returncode == 1 and "nvidia-nccl-cu12 2.27.7: file replaced" in done.stdout
-    printed = done.stdout.partition("fix: ")[2].partition("\n\n")[0].replace("\\\n", "")  # as the shell joins lines
+    printed = done.stdout.partition("fix: ")[2].partition("\n\n")[0].replace("\\\n", "")  # joins lines like a shell
     assert shlex.split(printed) == shlex.split(fix)
 
 
-def test_a_file_that_is_gone_or_of_another_wheel_is_installed_anew(tmp_path: Path) -> None:
+def test_a_missing_or_replaced_library_gets_a_reinstall_command(tmp_path: Path) -> None:
     path = install(tmp_path, *CU13, stub("2.28.9", "13.0"))
     path.write_bytes(stub("2.27.7", "12.9"))
     replaced = problem(findings(tmp_path, PYNCCL_LIBRARY="nccl"), "wheel-file-replaced")
-    assert "its hash differs, and it says that it is NCCL 2.27.7 for CUDA 12.9" in replaced["text"]
-    assert replaced["fix"] == reinstalled(*CU13)
+    assert "its hash differs, and it contains NCCL 2.27.7 for CUDA 12.9" in replaced["text"]
+    assert replaced["fix"] == reinstall_command(*CU13)
 
-    install(tmp_path, *CU13, b"", installer="uv").unlink()  # which uv mends
+    install(tmp_path, *CU13, b"", installer="uv").unlink()  # reinstall with uv
     found = findings(tmp_path, PYNCCL_LIBRARY="nccl")
     assert [wheel["state"] for wheel in found["wheels"]] == ["missing"]
     missing = problem(found, "wheel-file-missing")
     assert str(path) in missing["text"] and "nvidia-nccl-cu13 2.28.9" in missing["text"]
     python = shlex.quote(sys.executable)
-    assert missing["fix"] == f"uv pip install --python {python} {reinstalled(*CU13).partition('install ')[2]}"
+    assert missing["fix"] == f"uv pip install --python {python} {reinstall_command(*CU13).partition('install ')[2]}"
 
 
-def test_the_library_is_identified_copies_are_counted_and_a_gpu_is_asked_for(tmp_path: Path) -> None:
-    first = place(tmp_path / "first" / SONAME, stub("2.27.7", "12.9"))
-    second = place(tmp_path / "second" / SONAME, stub("2.28.9", "13.0"))
-    plugin = place(tmp_path / "libnccl-net.so", stub("2.27.7", "12.9"))
+def test_the_library_several_copies_and_a_missing_gpu_are_reported(tmp_path: Path) -> None:
+    first = write_file(tmp_path / "first" / SONAME, stub("2.27.7", "12.9"))
+    second = write_file(tmp_path / "second" / SONAME, stub("2.28.9", "13.0"))
+    plugin = write_file(tmp_path / "libnccl-net.so", stub("2.27.7", "12.9"))
     code = f"import ctypes\nfor path in {[str(first), str(second), str(plugin)]}: ctypes.CDLL(path)"
     found = findings(tmp_path, code, PYNCCL_LIBRARY=str(first))
     library = found["library"]
@@ -163,9 +163,9 @@ def test_the_library_is_identified_copies_are_counted_and_a_gpu_is_asked_for(tmp
 
 
 @pytest.mark.parametrize("name", ["nothing/libnccl.so.2", "text.so", "libc.so.6", "old.so"])
-def test_what_is_no_libnccl_or_too_old_is_refused_with_advice(tmp_path: Path, name: str) -> None:
-    place(tmp_path / "text.so", b"not a library")
-    place(tmp_path / "old.so", stub("2.17.1", "12.0"))
+def test_a_file_that_is_not_libnccl_or_too_old_gets_advice(tmp_path: Path, name: str) -> None:
+    write_file(tmp_path / "text.so", b"not a library")
+    write_file(tmp_path / "old.so", stub("2.17.1", "12.0"))
     path = name if name == "libc.so.6" else str(tmp_path / name)
     found = findings(tmp_path, PYNCCL_LIBRARY=path)
     assert found["library"]["path"] is None
@@ -174,24 +174,24 @@ def test_what_is_no_libnccl_or_too_old_is_refused_with_advice(tmp_path: Path, na
     assert unusable["fix"] == "set PYNCCL_LIBRARY to the path of a libnccl.so.2, to nccl or to host, or unset it"
 
 
-def test_without_torch_or_with_a_broken_one_the_host_library_asks_for_it(tmp_path: Path) -> None:
+def test_missing_or_broken_torch_is_reported_for_the_host_library(tmp_path: Path) -> None:
     found = findings(tmp_path)
     assert found["torch"] is None and found["versions"]["torch"] is None
     assert problem(found, "library-unusable")["fix"] == f"{PIP} install torch"
-    place(tmp_path / "torch" / "__init__.py", b"raise ImportError('undefined symbol: ncclCommWindowRegister')")
+    write_file(tmp_path / "torch" / "__init__.py", b"raise ImportError('undefined symbol: ncclCommWindowRegister')")
     found = findings(tmp_path)
     assert found["torch"]["error"] == "ImportError: undefined symbol: ncclCommWindowRegister"
     assert problem(found, "torch-broken")["fix"].endswith(f"; or {PIP} install --force-reinstall torch")
-    assert "mend torch" in problem(found, "library-unusable")["fix"]
+    assert "fix torch" in problem(found, "library-unusable")["fix"]
 
 
 @pytest.mark.parametrize("code", [0, 802])
-def test_a_driver_that_is_too_old_or_does_not_work(tmp_path: Path, code: int) -> None:
+def test_a_driver_that_is_too_old_or_broken_is_reported(tmp_path: Path, code: int) -> None:
     """A stub driver of two GPUs, for CUDA 12.4, whose cuInit returns `code`."""
-    place(tmp_path / "torch" / "__init__.py", b"__version__ = 'none of it'")  # the real one takes seconds to import
+    write_file(tmp_path / "torch" / "__init__.py", b"__version__ = 'none of it'")  # the real import takes seconds
     built = compile_c(CUDA % {"code": code}, f"libcuda.so.1.{code}", ["-shared", "-fPIC", "-w"])
-    place(tmp_path / "libcuda.so.1", built.read_bytes())
-    library = place(tmp_path / SONAME, stub("2.28.9", "13.0"))
+    write_file(tmp_path / "libcuda.so.1", built.read_bytes())
+    library = write_file(tmp_path / SONAME, stub("2.28.9", "13.0"))
     start = f"import os, sys; del os.environ['CUDA_VISIBLE_DEVICES']; sys.path.insert(0, {str(tmp_path)!r})"
     found = findings(code=start, PYNCCL_LIBRARY=str(library), LD_LIBRARY_PATH=str(tmp_path))
     if code:
@@ -199,4 +199,4 @@ def test_a_driver_that_is_too_old_or_does_not_work(tmp_path: Path, code: int) ->
         return
     assert found["driver"] == {"usable": 2, "problem": "", "cuda": "12.4"}
     assert codes(found) == ["driver-too-old"]
-    assert "was built for CUDA 13.0, but the driver runs CUDA up to 12.4" in found["problems"][0]["text"]
+    assert "was built for CUDA 13.0, but the driver supports CUDA up to 12.4" in found["problems"][0]["text"]

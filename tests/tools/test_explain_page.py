@@ -1,7 +1,7 @@
-"""docs/collectives.html in a browser: the slider is dragged, keys are pressed, and the elements are where they belong.
+"""docs/collectives.html in a browser: dragging the slider and pressing keys moves the elements correctly.
 
-What they hold at the end is held against NumPy; half-way each one has to lie between where it comes from and where it
-goes. Skipped where there is no Chromium, in one line that says how to get one.
+The final values are compared with NumPy; half-way, each element must be between its source and its target. Skipped
+without Chromium, with a line that says how to install it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CHROMIUM = find_browser()
 slow = pytest.mark.slow
 
 
-# Everything that is drawn, as the browser has laid it out.
+# All drawn elements with their layout in the browser.
 SCENE = """(() => {
   const place = (one) => { const r = one.getBoundingClientRect(); return [r.x, r.y, r.width, r.height]; };
   const cells = [...document.querySelectorAll(".cell:not(.flyer)")].map((one) => ({
@@ -65,13 +65,13 @@ def show(tab: Page, name: str, grad: str, ranks: int, direction: str, at: float 
 
 
 def move_to(tab: Page, at: float) -> dict[str, Any]:
-    """Set the slider as the browser does while it is dragged."""
+    """Set the slider as dragging does."""
     tab.run(f"slider.value = {at}; slider.dispatchEvent(new Event('input'))")
     return dict(tab.run(SCENE))
 
 
-def slide(tab: Page, part: float) -> dict[str, Any]:
-    """Take the slider's thumb where it is, and drag it to this part of its way."""
+def slide(tab: Page, fraction: float) -> dict[str, Any]:
+    """Drag the slider's thumb to this fraction of its range."""
     x, y, width, height = tab.box("#slider")
     now = tab.run("slider.value / slider.max")
     thumb = 16.0
@@ -79,49 +79,49 @@ def slide(tab: Page, part: float) -> dict[str, Any]:
     def spot(value: float) -> tuple[float, float]:
         return x + thumb / 2 + value * (width - thumb), y + height / 2
 
-    tab.drag(spot(now), spot((now + part) / 2), spot(part))
+    tab.drag(spot(now), spot((now + fraction) / 2), spot(fraction))
     return dict(tab.run(SCENE))
 
 
 def values_of(scene: dict[str, Any], area: int, ranks: int) -> list[list[int]]:
-    own: list[list[int]] = [[] for _ in range(ranks)]
+    values: list[list[int]] = [[] for _ in range(ranks)]
     for cell in scene["cells"]:
         if cell["area"] == area:
             assert cell["value"], (scene["title"], cell)
-            own[cell["rank"]].append(int(cell["value"]))
-    return own
+            values[cell["rank"]].append(int(cell["value"]))
+    return values
 
 
 def cell_of(scene: dict[str, Any], area: int, rank: int, at: int) -> dict[str, Any]:
-    return next(one for one in scene["cells"] if (one["area"], one["rank"], one["at"]) == (area, rank, at))
+    return next(cell for cell in scene["cells"] if (cell["area"], cell["rank"], cell["at"]) == (area, rank, at))
 
 
 @slow
 @pytest.mark.parametrize(("ranks", "direction"), [(8, "forward"), (3, "adjoint")])
-def test_elements_move_from_where_they_are_to_where_numpy_has_them(opened: Page, ranks: int, direction: str) -> None:
-    """Every operation and convention: at the beginning, in the middle of each step, at the end."""
+def test_elements_move_from_source_to_target_as_in_numpy(opened: Page, ranks: int, direction: str) -> None:
+    """Check every operation and convention at the beginning, in the middle of each step and at the end."""
     with ranks_of_this_process(ranks) as comms:
         runs = [run(comms, name, grad) for name, grad in variants()]
     for found in runs:
         name, grad, x, g = found.name, found.grad, found.forward.before, found.adjoint.before
         start = show(opened, name, grad, ranks, direction)
-        given = x if direction == "forward" else g
+        before = x if direction == "forward" else g
         expected = explained.outputs(name, x) if direction == "forward" else explained.gradients(name, grad, x, g)
         assert not start["flyers"]
-        assert values_of(start, 0, ranks) == given
+        assert values_of(start, 0, ranks) == before
         assert not any(cell["value"] for cell in start["cells"] if cell["area"])
-        flown = 0
+        moved = 0
         for step in range(start["steps"]):
             scene = move_to(opened, step + 0.5)
             assert scene["flyers"]
-            flown += len(scene["flyers"])
+            moved += len(scene["flyers"])
             for flyer in scene["flyers"]:
                 check_between(scene, flyer)
         end = move_to(opened, start["steps"])
-        assert not end["flyers"] and flown >= len([cell for cell in end["cells"] if "none" not in cell["kind"]]) - sum(
-            map(len, given)
+        assert not end["flyers"] and moved >= len([cell for cell in end["cells"] if "none" not in cell["kind"]]) - sum(
+            map(len, before)
         )
-        assert values_of(end, 1, ranks) == [one.tolist() for one in expected], (name, grad, direction)
+        assert values_of(end, 1, ranks) == [values.tolist() for values in expected], (name, grad, direction)
 
 
 def check_between(scene: dict[str, Any], flyer: dict[str, Any]) -> None:
@@ -138,12 +138,12 @@ def check_between(scene: dict[str, Any], flyer: dict[str, Any]) -> None:
 
 
 @slow
-def test_dragging_the_slider_moves_the_elements_there_and_back(opened: Page) -> None:
+def test_dragging_the_slider_moves_the_elements_forward_and_back(opened: Page) -> None:
     half = slide(opened, 0.5)
     assert half["now"] == pytest.approx(2.0, abs=0.1)
     quarter = slide(opened, 0.375)  # in the middle of the second of four steps
     assert quarter["now"] == pytest.approx(1.5, abs=0.1)
-    assert values_of(quarter, 1, 4) == [[1], [12], [23], [34]]  # each rank's own part
+    assert values_of(quarter, 1, 4) == [[1], [12], [23], [34]]  # each rank's own shard
     assert sorted(flyer["value"] for flyer in quarter["flyers"]) == ["13", "2", "24", "31"]
     for flyer in quarter["flyers"]:
         check_between(quarter, flyer)
@@ -166,7 +166,7 @@ def test_buttons_keys_and_playing_to_the_end(opened: Page) -> None:
     assert scene["title"] == "all_reduce" and max(cell["rank"] for cell in scene["cells"]) == 2
     assert opened.run("location.hash") == "#all_reduce:replicated:3:adjoint"
     opened.click("#direction [data-value='forward']")
-    opened.click("#play")  # pauses what began to play
+    opened.click("#play")  # pauses the animation
     assert opened.run("document.getElementById('play').getAttribute('aria-label')") == "play"
     opened.click("#slider")
     opened.press("End")

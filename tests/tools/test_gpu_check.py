@@ -1,4 +1,4 @@
-"""scripts/gpu/gpu_check.py: every GPU test is in a step."""
+"""scripts/gpu/gpu_check.py runs every GPU test file in a step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ sys.path.insert(0, str(ROOT / "scripts" / "gpu"))
 import gpu_check  # noqa: E402
 
 
-def test_every_file_of_gpu_tests_is_in_a_step() -> None:
+def test_every_gpu_test_file_is_in_a_step() -> None:
     files = {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
     steps = [step for steps in gpu_check.calls(Path("work"), 1).values() for step in steps]
     assert files <= {word for step in steps if "pytest" in step.command for word in step.command}

@@ -1,4 +1,4 @@
-"""What `python -m pynccl hang` looks at: files, folders and jobs; what is broken or missing is said."""
+"""Inputs of `python -m pynccl hang`: files, folders and jobs, and errors for broken or missing ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hung_jobs import NOW, Printed, missing, printed, process, run, saved
+from hung_jobs import NOW, Printed, missing, printed, process, run, save_records
 
 from pynccl.bindings.errors import NcclInvalidUsage
 from pynccl.watch import folder
@@ -16,31 +16,31 @@ from pynccl.watch.records import COMPLETED, DEAD, RUNNING
 __all__ = ["printed"]
 
 
-def test_the_code_says_whether_something_is_wrong_and_json_can_be_read_again(tmp_path: Path, printed: Printed) -> None:
-    assert run(saved(tmp_path / "b.json", [process(rank, 41, COMPLETED) for rank in range(4)])) == 0
+def test_the_exit_code_reports_a_hang_and_json_can_be_read_back(tmp_path: Path, printed: Printed) -> None:
+    assert run(save_records(tmp_path / "b.json", [process(rank, 41, COMPLETED) for rank in range(4)])) == 0
     assert "no rank is stuck" in printed()[0]
-    assert run("--json", saved(tmp_path / "a.json", missing(4))) == 1
+    assert run("--json", save_records(tmp_path / "a.json", missing(4))) == 1
     text = printed()[0]
-    said = json.loads(text)
-    assert (said["ok"], said["job"], said["verdict"]["culprits"]) == (False, "train", [["uid1", 3]])
+    document = json.loads(text)
+    assert (document["ok"], document["job"], document["verdict"]["culprits"]) == (False, "train", [["uid1", 3]])
     (tmp_path / "again.json").write_text(text)
     assert run("--json", str(tmp_path / "again.json")) == 1
-    assert json.loads(printed()[0])["processes"] == said["processes"]
+    assert json.loads(printed()[0])["processes"] == document["processes"]
 
 
-def test_what_several_machines_have_saved_is_one_job_and_the_newest_record_of_each_counts(
+def test_files_of_several_nodes_form_one_job_with_the_newest_record_of_each_process(
     tmp_path: Path, printed: Printed
 ) -> None:
     processes = missing(8, (5,), hosts=2)
-    for one in processes:  # launched by hand: each machine calls the job otherwise
-        one.job = f"process-{one.host}"
+    for each in processes:  # launched manually: each node has another job name
+        each.job = f"process-{each.host}"
     places = [
-        saved(tmp_path / f"{host}.json", [one for one in processes if one.host == host]) for host in ("node0", "node1")
+        save_records(tmp_path / f"{host}.json", [p for p in processes if p.host == host]) for host in ("node0", "node1")
     ]
-    saved(tmp_path / "later.json", [dataclasses.replace(processes[0], now=NOW + 60)])
-    for options in ([*places, str(tmp_path / "later.json")], [str(tmp_path)]):  # a folder in which they lie is as good
+    save_records(tmp_path / "later.json", [dataclasses.replace(processes[0], now=NOW + 60)])
+    for options in ([*places, str(tmp_path / "later.json")], [str(tmp_path)]):  # a folder of files works, too
         assert run("--json", *options) == 1
-        assert sorted(one["now"] for one in json.loads(printed()[0])["processes"]) == [NOW] * 7 + [NOW + 60]
+        assert sorted(each["now"] for each in json.loads(printed()[0])["processes"]) == [NOW] * 7 + [NOW + 60]
 
 
 BROKEN = {
@@ -54,8 +54,8 @@ BROKEN = {
 }
 
 
-def test_a_file_that_is_broken_is_named_and_the_others_are_read(tmp_path: Path, printed: Printed) -> None:
-    good = saved(tmp_path / "a.json", missing(2))
+def test_a_broken_file_is_reported_and_the_others_are_read(tmp_path: Path, printed: Printed) -> None:
+    good = save_records(tmp_path / "a.json", missing(2))
     for kind, data in BROKEN.items():
         (tmp_path / "broken.json").write_bytes(data)
         assert run(str(tmp_path / "broken.json")) == 2, kind
@@ -65,59 +65,59 @@ def test_a_file_that_is_broken_is_named_and_the_others_are_read(tmp_path: Path, 
         assert "1 file could not be read:" in text and "broken.json: " in text, kind
 
 
-def test_where_nothing_is_found_it_says_where_it_looked_and_what_to_do(
+def test_without_records_the_error_names_the_searched_folder_and_a_remedy(
     tmp_path: Path, printed: Printed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def invalid() -> str:
         raise NcclInvalidUsage("PYNCCL_WATCH='maybe': expected one of on, off")
 
-    place = saved(tmp_path / "records" / "a.json", missing(2))
+    place = save_records(tmp_path / "records" / "a.json", missing(2))
     for base, options, words in (
         (lambda: tmp_path, [], [str(tmp_path), "PYNCCL_WATCH=off", "hang DIR"]),
         (lambda: tmp_path, [str(tmp_path / "nowhere")], ["nowhere: no such file or folder"]),
         (invalid, [], ["PYNCCL_WATCH='maybe': expected"]),
         (invalid, [place, "--timeline", str(tmp_path / "no" / "t.json")], ["t.json: No such file"]),
         (invalid, [place, "--list", "--job", "a"], []),
-        (invalid, [place, "--job", "gone"], ["--job gone: no job of that name"]),
+        (invalid, [place, "--job", "gone"], ["--job gone: no such job"]),
     ):
         monkeypatch.setattr(folder, "base", base)
         assert run(*options) == 2, options
-        said = printed()[1]
-        assert all(word in said for word in words), said
+        error = printed()[1]
+        assert all(word in error for word in words), error
     with pytest.raises(SystemExit) as raised:
         run("--calls", "0")
     assert raised.value.code == 2 and "expected" in printed()[1]
 
 
-def test_without_arguments_it_takes_the_newest_job_that_lives(
+def test_without_arguments_the_newest_running_job_is_chosen(
     tmp_path: Path, printed: Printed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    everything = {"newest": missing(2, ()), "alive": missing(4), "old": missing(2)}
-    for age, (name, processes) in enumerate(everything.items()):
-        for one in processes:
-            one.job, one.comms[0].uid, one.state = name, name, RUNNING if name == "alive" else DEAD
-            one.heartbeat, one.pid = one.heartbeat - age, one.pid + 100 * age
-    saved(tmp_path / "a.json", [one for processes in everything.values() for one in processes])
+    jobs = {"newest": missing(2, ()), "alive": missing(4), "old": missing(2)}
+    for age, (name, processes) in enumerate(jobs.items()):
+        for each in processes:
+            each.job, each.comms[0].uid, each.state = name, name, RUNNING if name == "alive" else DEAD
+            each.heartbeat, each.pid = each.heartbeat - age, each.pid + 100 * age
+    save_records(tmp_path / "a.json", [each for processes in jobs.values() for each in processes])
     monkeypatch.setattr(folder, "base", lambda: tmp_path)
     assert run() == 1
     text = printed()[0]
     assert "alive: 4 processes" in text
-    assert "2 other jobs: --job ID; --list says more\n    newest\n    old" in text
+    assert "2 other jobs: --job ID; --list shows details\n    newest\n    old" in text
     assert run("--job", "newest") == 1  # both have ended
 
 
 HOSTILE = "a\x1b[31mb\x1b]0;title\x07c\x9b2Jd\x00e\u202ef\x1bP1;2\x1b\\g\nh\r\x08i\ud800"
 
 
-def test_nothing_from_a_file_reaches_the_terminal_as_a_command(tmp_path: Path, printed: Printed) -> None:
-    """The text of an exception may have colors, and a traceback anything."""
+def test_control_characters_in_a_file_are_not_printed(tmp_path: Path, printed: Printed) -> None:
+    """An exception text can contain color codes, and a traceback anything."""
     for field in ("host", "job", "where", "stack", "end", "end_site", "command"):
         processes = missing(4)
-        for one in processes:
-            setattr(one, field, HOSTILE)
-            for comm in one.comms:
+        for process_record in processes:
+            setattr(process_record, field, HOSTILE)
+            for comm in process_record.comms:
                 comm.name = HOSTILE
                 words = dict.fromkeys(("operation", "dtype", "op", "site", "function", "error"), HOSTILE)
                 comm.calls[-1] = dataclasses.replace(comm.calls[-1], **words)
-        assert run(saved(tmp_path / "a.json", processes), "--calls", "5", "--stacks") == 1
+        assert run(save_records(tmp_path / "a.json", processes), "--calls", "5", "--stacks") == 1
         assert all(line.isprintable() for line in printed()[0].split("\n")), field

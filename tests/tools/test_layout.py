@@ -1,4 +1,4 @@
-"""The shape of the project: which way imports run, where gloo and torch may be named, what an import brings along."""
+"""The structure of the project: import order, where frameworks are imported, what importing pynccl loads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Every module from the ground up: each imports only from those before it, also for type checkers and when called.
+# All modules, bottom-up: each imports only earlier ones, also within functions and for type checkers.
 ORDER: dict[str, str] = {
     "pynccl": """
         admission chrome_trace
@@ -65,7 +65,7 @@ ORDER: dict[str, str] = {
         __init__
     """,
 }
-HOST_RESTS_ON = {
+HOST_IMPORTS = {
     "pynccl.admission",
     "pynccl.bindings.abi",
     "pynccl.bindings.errors",
@@ -84,7 +84,7 @@ def python_files(*folders: str) -> list[Path]:
 
 
 def module_of(path: Path) -> str:
-    """Import name of a file of the project; the folder autograd/ is pynccl_autograd."""
+    """Return the import name of a file of the project; autograd/ is pynccl_autograd."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return re.sub(r"^autograd\b", "pynccl_autograd", ".".join(parts))
 
@@ -94,7 +94,7 @@ def folder_of(package: str) -> Path:
 
 
 def imports_of(path: Path) -> Iterator[Import]:
-    """All imports of a file; `from . import x` counts as an import of x, where there is such a module."""
+    """Return all imports of a file; `from . import x` imports module x if it exists."""
     package = module_of(path).split(".")[:-1]
 
     def visit(node: ast.AST, when_called: bool) -> Iterator[Import]:
@@ -111,14 +111,14 @@ def imports_of(path: Path) -> Iterator[Import]:
                     yield Import(target, child.lineno, when_called)
             else:
                 typing = isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING")
-                called = typing or isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
-                yield from visit(child, when_called or called)
+                deferred = typing or isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+                yield from visit(child, when_called or deferred)
 
     yield from visit(ast.parse(path.read_text()), False)
 
 
 @pytest.mark.parametrize("package", ORDER)
-def test_the_order_names_every_module_once_and_imports_run_downwards(package: str) -> None:
+def test_the_order_lists_every_module_once_and_imports_follow_it(package: str) -> None:
     listed = [package if name == "__init__" else f"{package}.{name}" for name in ORDER[package].split()]
     found = {module_of(path).removesuffix(".__init__"): path for path in sorted(folder_of(package).rglob("*.py"))}
     modules = {
@@ -128,18 +128,20 @@ def test_the_order_names_every_module_once_and_imports_run_downwards(package: st
     }
     assert sorted(listed) == sorted(modules)
     upward = [
-        f"{name}:{one.line} imports {one.target}"
+        f"{name}:{each.line} imports {each.target}"
         for name, path in modules.items()
-        for one in imports_of(path)
-        if one.target in modules and listed.index(one.target) >= listed.index(name)
+        for each in imports_of(path)
+        if each.target in modules and listed.index(each.target) >= listed.index(name)
     ]
     assert upward == []
 
 
-def test_what_may_be_imported_where() -> None:
-    """Nothing that is installed imports what is not; the binding does not know autograd, and loads frameworks only when
-    called; library.py alone opens the host library, which rests on a few modules only. The backend of torch.distributed
-    is imported by those who have torch."""
+def test_imports_stay_within_their_layers() -> None:
+    """Check which imports are allowed where.
+
+    Installed modules import only installed modules. The binding never imports autograd, and imports frameworks only
+    within functions, except torch_backend, which needs torch. Only library.py opens the host library, which imports
+    only a few modules."""
     outside = {"scripts", "tests", *(path.stem for path in python_files("scripts", "tests"))}
     heavy = {"torch", "cuda", "numpy", "cupy", "mpi4py"}
     wrong = []
@@ -152,7 +154,7 @@ def test_what_may_be_imported_where() -> None:
             with_torch = host or path.is_relative_to(ROOT / "pynccl/torch_backend")
             allowed &= with_torch or not (binding and first in heavy and not found.when_called)
             if host and first == "pynccl":
-                allowed &= found.target.startswith("pynccl.host") or found.target in HOST_RESTS_ON
+                allowed &= found.target.startswith("pynccl.host") or found.target in HOST_IMPORTS
             wrong += [] if allowed else [f"{path}:{found.line} imports {found.target}"]
         opens = "pynccl.host" in path.read_text() and path.name != "library.py"
         if not host and opens:
@@ -160,17 +162,17 @@ def test_what_may_be_imported_where() -> None:
     assert wrong == []
 
 
-def test_what_is_installed_is_every_package_with_its_types() -> None:
+def test_every_package_is_installed_with_its_types() -> None:
     text = (ROOT / "pyproject.toml").read_text()
     (listed,) = re.findall(r"^packages = \[(.*?)\]", text, re.MULTILINE | re.DOTALL)
-    rooms = {module_of(path).removesuffix(".__init__") for path in python_files("pynccl", "autograd")}
-    packages = {room for room in rooms if (folder_of(room) / "__init__.py").exists()}
+    modules = {module_of(path).removesuffix(".__init__") for path in python_files("pynccl", "autograd")}
+    packages = {module for module in modules if (folder_of(module) / "__init__.py").exists()}
     assert sorted(re.findall(r'"(\S+)"', listed)) == sorted(packages)
     for package in ("pynccl", "pynccl_autograd"):
         assert (folder_of(package) / "py.typed").is_file() and f'{package} = ["py.typed"]' in text
 
 
-def test_importing_pynccl_brings_no_framework_and_the_folder_autograd_is_none() -> None:
+def test_importing_pynccl_loads_no_framework_and_importing_autograd_raises() -> None:
     code = f"""
 import sys; sys.path.insert(0, {str(ROOT)!r})
 import pynccl

@@ -1,4 +1,4 @@
-"""Progress bars: on a terminal, wiped away at the end, also by Ctrl-C; not in a pipe."""
+"""Progress bars are drawn on a terminal and erased at the end, also after Ctrl-C; none in a pipe."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import pytest
 pytest.importorskip("tqdm")
 
 ROOT = Path(__file__).resolve().parents[2]
-SECONDS = 100.0  # of patience, on a busy machine
+SECONDS = 100.0  # timeout, for a busy machine
 SHOWN = """
 import time
 from pynccl import progress
@@ -30,7 +30,7 @@ with progress.shown():
         time.sleep(0.15)
 print("done")
 """
-# Naps rather than a sleep: a signal that comes just before a system call does not interrupt it.
+# Many short sleeps: a signal just before a system call does not interrupt the call.
 STOPPED = """
 import time
 from pynccl import progress
@@ -51,41 +51,41 @@ def environment() -> dict[str, str]:
     return {**plain, "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "80"}
 
 
-def on_a_terminal(source: str, interrupt_after: str = "") -> tuple[int, str]:
-    """The exit code, and all that a terminal is sent by a program; Ctrl-C once `interrupt_after` is there."""
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+def run_on_terminal(source: str, interrupt_after: str = "") -> tuple[int, str]:
+    """Return the exit code and the terminal output of a program; send Ctrl-C once `interrupt_after` is printed."""
+    controller, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     process = subprocess.Popen(
-        [sys.executable, "-c", source], stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs, env=environment()
+        [sys.executable, "-c", source], stdin=subprocess.DEVNULL, stdout=terminal, stderr=terminal, env=environment()
     )
-    os.close(theirs)
+    os.close(terminal)
     text, end = "", time.monotonic() + SECONDS
-    with contextlib.suppress(OSError):  # of a terminal that nobody writes to any more
+    with contextlib.suppress(OSError):  # reading fails once the program has closed the terminal
         while time.monotonic() < end:
-            if select.select([ours], [], [], 0.1)[0]:
-                text += os.read(ours, 4096).decode()
+            if select.select([controller], [], [], 0.1)[0]:
+                text += os.read(controller, 4096).decode()
             if interrupt_after and interrupt_after in text:
                 process.send_signal(signal.SIGINT)
                 interrupt_after = ""
-    os.close(ours)
+    os.close(controller)
     return process.wait(SECONDS), text
 
 
-def lines_left(text: str) -> list[str]:
-    """What is left to see of each line: what was written since the last carriage return."""
+def visible_lines(text: str) -> list[str]:
+    """Return the visible text of each line: everything after the last carriage return."""
     plain = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", text).replace("\r\n", "\n")
-    return [left for line in plain.split("\n") if (left := line.rpartition("\r")[2].rstrip())]
+    return [visible for line in plain.split("\n") if (visible := line.rpartition("\r")[2].rstrip())]
 
 
-def test_a_bar_is_drawn_and_wiped_away_also_by_ctrl_c() -> None:
-    code, text = on_a_terminal(SHOWN)
-    assert code == 0 and lines_left(text) == ["done"]
+def test_a_bar_is_drawn_and_erased_also_by_ctrl_c() -> None:
+    code, text = run_on_terminal(SHOWN)
+    assert code == 0 and visible_lines(text) == ["done"]
     assert re.search(r"counting: +0%", text) and re.search(r"counting: +\d0%.* [1-5]/5 ", text)
-    code, text = on_a_terminal(STOPPED, interrupt_after="loss 1.5")
-    assert code == 130 and lines_left(text) == ["above the bar", "counting.py: interrupted"]
+    code, text = run_on_terminal(STOPPED, interrupt_after="loss 1.5")
+    assert code == 130 and visible_lines(text) == ["above the bar", "counting.py: interrupted"]
 
 
-def test_no_bar_in_a_pipe() -> None:
+def test_no_bar_is_drawn_in_a_pipe() -> None:
     command = [sys.executable, "-c", SHOWN]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=SECONDS, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")

@@ -9,14 +9,19 @@ from __future__ import annotations
 import importlib
 import inspect
 import pickle
+import re
 import types
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 import pynccl
 import pynccl_autograd
 from pynccl import Communicator
+from pynccl.bindings import abi
 
 TABLE = Path(__file__).with_name("public_api.txt")
 
@@ -94,3 +99,31 @@ def test_public_values_can_be_pickled_and_are_named_as_they_are_imported() -> No
     error = pynccl.NcclRemoteError("gone")
     assert repr(pickle.loads(pickle.dumps(error))) == repr(error)
     assert bytes(pickle.loads(pickle.dumps(pynccl.UniqueId()))) == bytes(128)
+
+
+def flat(name: str) -> str:
+    """all_gather, AllGather and ncclAllGather are one name."""
+    return name.replace("_", "").lower()
+
+
+def names_of_nccl_and_torch() -> set[str]:
+    places: list[Any] = [torch, torch.nn, torch.nn.utils, torch.nn.functional, torch.cuda, torch.autograd, torch.Tensor]
+    places += [dist, dist.ProcessGroup, torch.cuda.Stream, torch.cuda.Event, torch.distributed.device_mesh.DeviceMesh]
+    functions = {flat(name).removeprefix("nccl") for name in abi.FUNCTIONS}
+    shortened = {name.removeprefix(prefix) for name in functions for prefix in ("comm", "group", "win", "mem")}
+    types = {"datatype", "redop", "result", "uniqueid"}
+    return {flat(name) for place in places for name in dir(place)} | functions | shortened | types
+
+
+def test_a_public_name_is_one_of_nccl_or_pytorch_or_in_the_glossary() -> None:
+    glossary = (TABLE.parents[2] / "docs" / "glossary.md").read_text().partition("\n## Names")[2]
+    cells = [
+        cell for row in re.findall(r"^\| (`.+?) \|", glossary, re.MULTILINE) for cell in re.findall("`(.+?)`", row)
+    ]
+    explained = {cell.split(".")[-1] for cell in cells}
+    known = names_of_nccl_and_torch()
+    names = [re.split(r"[ (]", row, maxsplit=2)[1].split(".") for row in TABLE.read_text().splitlines()]
+    unknown = [name for *_, name in names if flat(name) not in known and name not in explained]
+    errors = [name for name in unknown if not name.startswith("Nccl")]  # one line for all of them
+    assert errors == []
+    assert explained - {part for name in names for part in name} == set()

@@ -1,7 +1,6 @@
-"""What a type checker says of a user's program: the types of results, and the misspelt words that it finds.
+"""Type checking of a user's program: inferred result types, and errors for misspelt string arguments.
 
-mypy runs in another folder than this one and looks for the packages where they are installed, so that an editable
-install has to be one that it can see.
+mypy runs in another folder and uses the installed packages, so an editable install must be visible to it.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ pytestmark = pytest.mark.slow
 
 pytest.importorskip("mypy")
 
-CACHE = Path(__file__).parents[2] / ".mypy_cache" / "user"  # what mypy makes of torch takes it half a minute
+CACHE = Path(__file__).parents[2] / ".mypy_cache" / "user"  # analyzing torch takes mypy half a minute
 
-# A line that ends in `#: words` is one of which mypy says a line with these words; of others it says nothing.
+# mypy must report a message with these words for each line that ends in `#: words`, and none for other lines.
 PROGRAM = """
 import torch
 from torch import nn
@@ -33,7 +32,7 @@ memory = pynccl.mem_alloc((4,), "float32")
 
 reveal_type(comm)  #: "pynccl.comm.communicator.Communicator"
 
-# The binding: a buffer gives a buffer of its type, and those of a rooted collective None elsewhere.
+# The binding: the result has the type of the buffer; rooted collectives return None on other ranks.
 reveal_type(comm.all_reduce(x))  #: "torch._tensor.Tensor"
 reveal_type(comm.all_reduce(memory))  #: "pynccl.comm.memory.Memory"
 reveal_type(comm.reduce(x))  #: "torch._tensor.Tensor | None"
@@ -55,26 +54,32 @@ reveal_type(ad.ColumnParallelLinear(4, 4, comm)(x))  #: "torch._tensor.Tensor"
 reveal_type(ad.RowParallelLinear.from_linear(nn.Linear(4, 4), comm)(x))  #: "torch._tensor.Tensor"
 reveal_type(ad.nn.AllGather(comm, grad="sum")([x, x]))  #: "list[torch._tensor.Tensor]"
 ad.nn.AllReduce(comm, "summ", grad="sum")  #: Argument 2 to "AllReduce" has incompatible type "Literal['summ']"
+
+# Parameters of the user's own modules, as docs/models.md and docs/conventions.md declare them
+weight = nn.Parameter(x.chunk(comm.size)[comm.rank].clone())
+ad.set_shard(weight, ad.Shard(comm, 0, x.shape))
+ad.set_shard(weight, None)
+ad.set_shard(weight, 0)  #: Argument 2 to "set_shard" has incompatible type "int"
 """
 
 
-def said_of(program: str, folder: Path) -> dict[int, str]:
-    """What mypy --strict says of each line of the program."""
+def messages_of(program: str, folder: Path) -> dict[int, str]:
+    """Return the messages of mypy --strict for each line of the program."""
     (folder / "user.py").write_text(program)
     command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(CACHE), "--no-error-summary", "user.py"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode in (0, 1), done.stdout + done.stderr
-    said: dict[int, str] = {}
+    messages: dict[int, str] = {}
     for line in done.stdout.splitlines():
         found = re.match(r"user\.py:(\d+): (?:error|note): (.*)", line)
         assert found, line
-        said[int(found[1])] = said.get(int(found[1]), "") + found[2] + "\n"
-    return said
+        messages[int(found[1])] = messages.get(int(found[1]), "") + found[2] + "\n"
+    return messages
 
 
-def test_a_type_checker_knows_the_results_and_finds_misspelt_words(tmp_path: Path) -> None:
-    said = said_of(PROGRAM, tmp_path)
+def test_a_type_checker_infers_results_and_finds_misspelt_arguments(tmp_path: Path) -> None:
+    got = messages_of(PROGRAM, tmp_path)
     expected = {at: line.split("#: ")[1] for at, line in enumerate(PROGRAM.splitlines(), 1) if "#: " in line}
-    assert "\n".join(text for at, text in sorted(said.items()) if at not in expected) == ""
-    missed = {at: (words, said.get(at, "nothing")) for at, words in expected.items() if words not in said.get(at, "")}
-    assert missed == {}
+    assert "\n".join(text for at, text in sorted(got.items()) if at not in expected) == ""
+    missing = {at: (words, got.get(at, "nothing")) for at, words in expected.items() if words not in got.get(at, "")}
+    assert missing == {}

@@ -1,4 +1,4 @@
-"""Ranks that make process groups of torch.distributed themselves."""
+"""Rank processes in which tests create process groups of torch.distributed."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""PyTorch's own tests of torch.distributed, those that ship inside torch, run over "pynccl".
+"""Run PyTorch's tests of torch.distributed, which are part of the torch package, with the "pynccl" backend.
 
     [OVER=gloo] [WORLD_SIZE=4] python tests/torch_backend/pytorchs_own.py [test ...]
 
-With names, only those; over gloo to compare. Each runs in three processes, on the CPU, and on GPUs where there is one
-for each; many are for GPUs or for NCCL alone, and skip themselves. Prints a line for each, what each failure said, and
-how many passed, failed and were skipped; the exit status is 1 where one failed.
+Without names, all tests run; OVER=gloo runs them with gloo, for comparison. Each runs in three processes, on the CPU,
+and on GPUs if there is one per process. Many tests are for GPUs or NCCL only and are skipped. The script prints a line
+per test, the message of each failure, and how many tests passed, failed and were skipped. It exits with 1 if one fails.
 
-Most of them look at the name of the backend, where their module is read and again where they run. It is read as for
-gloo, and for all_to_all as for MPI; then the name is changed.
+Most tests check the name of the backend, at import and again when they run. The module is imported with the name gloo,
+for all_to_all with MPI, and then the name is changed.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from typing import Any
 
 BACKEND = os.environ.get("OVER", "pynccl")
 READ_AS = os.environ.get("READ_AS", "gloo")
-SECONDS = 60  # that a test takes at most
-JOBS = 2  # tests at a time
+SECONDS = 60  # timeout of a test
+JOBS = 2  # tests that run at the same time
 
 os.environ |= {"BACKEND": READ_AS, "MASTER_ADDR": "127.0.0.1", "INIT_METHOD": "env://"}
 os.environ["WORLD_SIZE"] = os.environ.get("WORLD_SIZE", "3")
@@ -40,34 +40,36 @@ from torch.testing._internal import common_distributed as common  # noqa: E402
 
 import pynccl.torch_backend  # noqa: E402, F401
 
-if BACKEND == "pynccl":  # recv() from any rank: NCCL has no such call, and over "nccl" these tests are not run either
+if BACKEND == "pynccl":  # NCCL cannot receive from any rank, and PyTorch does not run these tests for "nccl" either
     common.DistTestCases.skip_collective["sendrecv anysource"].add(READ_AS)
 for features in common.DistTestCases.backend_feature.values():
     features |= {READ_AS, BACKEND}
 
-from torch.testing._internal.distributed import distributed_test as own  # noqa: E402
+from torch.testing._internal.distributed import distributed_test  # noqa: E402
 
-own.BACKEND = BACKEND
-os.environ["BACKEND"] = "mpi"  # "Skipped due to small world size" is said to all others, of tests that run on 3 ranks
+distributed_test.BACKEND = BACKEND
+os.environ["BACKEND"] = "mpi"  # for other backends, PyTorch skips tests on 3 ranks: "Skipped due to small world size"
 
 
-class OwnTests(own.TestDistBackend, own.DistributedTest._DistTestBase):
-    """All of them, each in processes of its own."""
+class PyTorchTests(distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):
+    """All tests, each in its own processes."""
 
     def setUp(self) -> None:
         super().setUp()
-        way = "spawn" if torch.cuda.is_available() else "fork"  # forked ones need not import torch: much faster
-        context: Any = torch.multiprocessing.get_context(way)
+        start_method = (
+            "spawn" if torch.cuda.is_available() else "fork"
+        )  # forked processes need not import torch, which is much faster
+        context: Any = torch.multiprocessing.get_context(start_method)
         self._start_processes(context.Process)
 
     def run_test(self, name: str, *args: Any) -> None:
-        if "no_sync" in name:  # these know what to do for a few backends by name, and nothing for others
-            own.BACKEND = READ_AS
+        if "no_sync" in name:  # these tests support only a few backends by name
+            distributed_test.BACKEND = READ_AS
         super().run_test(name, *args)
 
 
 class _Lines(unittest.TestResult):
-    """Prints one line of JSON for each test: its name, its outcome, the reason, seconds."""
+    """Prints one line of JSON for each test: name, outcome, reason, seconds."""
 
     def startTest(self, test: Any) -> None:
         super().startTest(test)
@@ -89,15 +91,15 @@ class _Lines(unittest.TestResult):
 
 
 def run_here(names: Sequence[str]) -> None:
-    """These tests, one after the other, in processes that this one starts."""
+    """Run these tests one after the other, in child processes of this one."""
     logging.disable(logging.INFO)
     common.TIMEOUT_OVERRIDE.clear()
     common.TIMEOUT_DEFAULT = SECONDS
-    unittest.TestSuite(OwnTests(name) for name in names).run(_Lines())
+    unittest.TestSuite(PyTorchTests(name) for name in names).run(_Lines())
 
 
 def run(names: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """The outcome and the reason of each of these tests."""
+    """Run these tests in parallel jobs and return the outcome and reason of each."""
     found: dict[str, tuple[str, str]] = {}
     hidden = {} if torch.cuda.device_count() >= int(os.environ["WORLD_SIZE"]) else {"CUDA_VISIBLE_DEVICES": ""}
 
@@ -119,12 +121,12 @@ def run(names: Sequence[str]) -> dict[str, tuple[str, str]]:
     rest = [name for name in names if not is_for_mpi(name)]
     jobs = [("gloo", rest[first::JOBS]) for first in range(JOBS)] + [("mpi", list(filter(is_for_mpi, names)))]
     with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda one: job(*one), [one for one in jobs if one[1]]))
-    return {name: found.get(name, ("failed", "no result: the process that ran it has ended")) for name in names}
+        list(pool.map(lambda job_args: job(*job_args), [job_args for job_args in jobs if job_args[1]]))
+    return {name: found.get(name, ("failed", "no result: the process that ran it has exited")) for name in names}
 
 
 def main(names: Sequence[str]) -> int:
-    found = run(names or unittest.TestLoader().getTestCaseNames(OwnTests))
+    found = run(names or unittest.TestLoader().getTestCaseNames(PyTorchTests))
     outcomes = Counter(outcome for outcome, _ in found.values())
     for name, (outcome, reason) in found.items():
         if outcome == "failed":

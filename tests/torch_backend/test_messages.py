@@ -1,4 +1,4 @@
-"""send, recv and their relatives over "pynccl": any order, any tag, any size, also where both ranks send first."""
+"""send, recv, isend, irecv and batches with "pynccl": any order, tag and size, also if both ranks send first."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from process_groups import group_over
+from process_groups import process_group
 from ranks import Place, RankPool
 
 from pynccl import NcclInvalidUsage
@@ -16,9 +16,9 @@ from pynccl.torch_backend.c10d import IS_BACKEND
 
 
 def in_any_order(place: Place, path: str, seed: int) -> None:
-    """All ranks send to all others first, then receive in another order, then wait in a third."""
+    """Send to all other ranks, then receive, then wait, each in a different order."""
     r, n, rng = place.rank, place.size, random.Random(seed)
-    with group_over("pynccl", place, path):
+    with process_group("pynccl", place, path):
         for _ in range(4):
             shape, dtype = (
                 rng.choice([(3,), (), (0,), (500, 200)]),
@@ -34,19 +34,19 @@ def in_any_order(place: Place, path: str, seed: int) -> None:
             works = [work for work in (*sends, *recvs) if work is not None]
             for work in mixed.sample(works, len(works)):
                 work.wait()
-                assert work.is_completed() or IS_BACKEND  # torch 2.14 does not ask a backend in Python
+                assert work.is_completed() or IS_BACKEND  # torch 2.14 does not query a Python backend
             for peer in peers:
                 expected = torch.full(shape, peer, dtype=torch.int32).to(dtype)
                 assert torch.equal(found[peer], expected), (seed, peer, shape, dtype)
 
 
 @pytest.mark.parametrize("n", (2, 4))
-def test_all_to_all_by_messages_in_any_order(processes: RankPool, n: int, tmp_path: Path) -> None:
+def test_send_recv_in_any_order(processes: RankPool, n: int, tmp_path: Path) -> None:
     processes.run(n, in_any_order, str(tmp_path / "store"), 20261125)
 
 
 def by_tag(place: Place, path: str) -> None:
-    with group_over("pynccl", place, path):
+    with process_group("pynccl", place, path):
         if place.rank == 0:
             works = [dist.isend(torch.full((tag + 1,), float(tag)), 1, tag=tag) for tag in range(6)]
             for work in works:
@@ -64,12 +64,12 @@ def by_tag(place: Place, path: str) -> None:
             assert torch.equal(y, torch.arange(6.0).view(2, 3).t())
 
 
-def test_tags_tell_messages_apart(processes: RankPool, tmp_path: Path) -> None:
+def test_send_recv_match_by_tag(processes: RankPool, tmp_path: Path) -> None:
     processes.run(2, by_tag, str(tmp_path / "store"))
 
 
 def other_size(place: Place, path: str) -> None:
-    with group_over("pynccl", place, path):
+    with process_group("pynccl", place, path):
         if place.rank == 0:
             dist.send(torch.ones(4), 1)
             dist.send(torch.ones(2), 1)
@@ -77,20 +77,20 @@ def other_size(place: Place, path: str) -> None:
             with pytest.raises(NcclInvalidUsage, match=r"from rank 0 to rank 1 \(tag 0\) has 16 bytes.* has 8"):
                 dist.recv(torch.empty(2), 0)
             x = torch.empty(2)
-            dist.recv(x, 0)  # the next one
+            dist.recv(x, 0)  # the next message
             assert x.tolist() == [1, 1]
         x = torch.ones(1)
-        dist.all_reduce(x)  # the collectives have communicators of their own
+        dist.all_reduce(x)  # collectives use separate communicators
         assert x.item() == place.size
 
 
-def test_a_message_of_another_size_is_an_error(processes: RankPool, tmp_path: Path) -> None:
+def test_recv_of_different_size_raises(processes: RankPool, tmp_path: Path) -> None:
     processes.run(2, other_size, str(tmp_path / "store"))
 
 
 def batches(place: Place, path: str) -> None:
     r, n = place.rank, place.size
-    with group_over("pynccl", place, path):
+    with process_group("pynccl", place, path):
         for _ in range(3):
             x, left, right = torch.full((2,), float(r)), torch.empty(2), torch.empty(2)
             works = dist.batch_isend_irecv(
@@ -112,14 +112,14 @@ def batches(place: Place, path: str) -> None:
             assert objects == [{"of": 0}]
 
 
-def test_batches_and_objects(processes: RankPool, tmp_path: Path) -> None:
+def test_batch_isend_irecv_and_objects(processes: RankPool, tmp_path: Path) -> None:
     processes.run(3, batches, str(tmp_path / "store"))
 
 
 def groups(place: Place, path: str) -> None:
-    """Groups of some ranks, whose own numbers are others; one that has ended; and all of them again."""
+    """Use subgroups, whose ranks are numbered differently, destroy one, and create the default group again."""
     r = place.rank
-    with group_over("pynccl", place, path):
+    with process_group("pynccl", place, path):
         pairs = [dist.new_group([3, 1], backend="pynccl"), dist.new_group([2, 0])]
         group = pairs[1 - r % 2]
         x = torch.tensor([float(r)])
@@ -133,9 +133,9 @@ def groups(place: Place, path: str) -> None:
         dist.barrier(group)
         dist.destroy_process_group(group)
         dist.all_reduce(x)
-    with group_over("pynccl", place, path + "again"):
+    with process_group("pynccl", place, path + "again"):
         dist.all_reduce(x)
 
 
-def test_groups_of_some_ranks_and_groups_after_others(processes: RankPool, tmp_path: Path) -> None:
+def test_subgroups_and_repeated_process_groups(processes: RankPool, tmp_path: Path) -> None:
     processes.run(4, groups, str(tmp_path / "store"))

@@ -1,4 +1,4 @@
-"""PyTorch's own tests of torch.distributed over "pynccl": a few of each kind. All of them: pytorchs_own.py."""
+"""A selection of PyTorch's tests of torch.distributed with "pynccl"; pytorchs_own.py runs all."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-# None of those that fail with torch 2.14 alone, where a Work of Python never says that it is complete: isend, irecv.
+# Without tests that fail only with torch 2.14, where a Work in Python is never reported as completed: isend, irecv.
 CHOSEN = """
     test_get_rank test_get_backend test_get_rank_size_group test_destroy_full_group test_get_future
     test_broadcast test_reduce_sum test_all_reduce_sum_async test_all_reduce_sum_complex test_all_reduce_group_product
@@ -25,7 +25,7 @@ CHOSEN = """
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_pytorchs_own_tests_pass() -> None:
+def test_pytorch_distributed_tests_pass() -> None:
     pytest.importorskip("expecttest")  # torch's tests need it
     command = [sys.executable, str(Path(__file__).with_name("pytorchs_own.py")), *CHOSEN.split()]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=360)

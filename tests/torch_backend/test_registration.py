@@ -1,4 +1,4 @@
-"""How a program comes to the backend: the import, the installed package, groups; their communicator, and their end."""
+"""Registration of the backend by import or entry point, the communicator of a group, and exit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from process_groups import group_over
+from process_groups import process_group
 from ranks import Place, RankPool
 
 import pynccl
@@ -17,26 +17,26 @@ from pynccl.torch_backend import PyncclBackend
 from pynccl.torch_backend.c10d import IS_BACKEND, backend_of
 
 
-def test_the_installed_package_registers_it_for_torch_2_14() -> None:
-    """What torch 2.14 does for a backend that it does not know; and the import alone."""
-    (found,) = (one for one in entry_points(group="torch.distributed.backends") if one.name == "pynccl")
+def test_installed_package_registers_backend_for_torch_2_14() -> None:
+    """torch 2.14 loads the entry point of an unknown backend; importing the module registers it too."""
+    (found,) = (entry for entry in entry_points(group="torch.distributed.backends") if entry.name == "pynccl")
     found.load()()
     assert "pynccl" in dist.Backend.backend_list
     code = "import torch.distributed as dist, pynccl.torch_backend; print(dist.Backend.backend_capability['pynccl'])"
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert said.stdout == "['cpu', 'cuda']\n"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "['cpu', 'cuda']\n"
 
 
 def one_communicator(place: Place, path: str) -> None:
-    """Calls of torch.distributed and of the communicator stand in one order; options ask for another communicator."""
-    with group_over("pynccl", place, path):
+    """Calls of torch.distributed and of the communicator are ordered; passing options gives another communicator."""
+    with process_group("pynccl", place, path):
         comm = pynccl.Communicator.from_process_group()
         assert comm is pynccl.Communicator.from_process_group() and (comm.rank, comm.size) == place
         x = torch.ones(3)
         dist.all_reduce(x)
         comm.all_reduce(x, x)
         work = dist.all_reduce(x, async_op=True)
-        comm.all_reduce(x, x)  # behind it
+        comm.all_reduce(x, x)  # runs after it
         assert work is not None
         work.wait()
         assert x.tolist() == [place.size**4] * 3
@@ -51,17 +51,17 @@ def one_communicator(place: Place, path: str) -> None:
     assert not comm.alive  # it ended with the group
 
 
-def test_a_group_has_one_communicator(processes: RankPool, tmp_path: Path) -> None:
+def test_group_has_one_communicator(processes: RankPool, tmp_path: Path) -> None:
     processes.run(2, one_communicator, str(tmp_path / "store"))
 
 
-def beside_others(place: Place, path: str) -> None:
-    with group_over("cpu:pynccl,cuda:gloo" if IS_BACKEND else "pynccl", place, path):
+def alongside_others(place: Place, path: str) -> None:
+    with process_group("cpu:pynccl,cuda:gloo" if IS_BACKEND else "pynccl", place, path):
         assert isinstance(backend_of(dist.group.WORLD, "cpu"), PyncclBackend)
         x = torch.ones(2)
         dist.all_reduce(x)
         assert x.tolist() == [2, 2]
-    with group_over("gloo", place, path + "gloo"):
+    with process_group("gloo", place, path + "gloo"):
         group = dist.new_group(backend="pynccl")
         assert dist.get_backend(group) in ("pynccl", "custom")
         dist.all_reduce(x, group=group)
@@ -70,8 +70,8 @@ def beside_others(place: Place, path: str) -> None:
         dist.destroy_process_group(group)
 
 
-def test_it_stands_beside_other_backends(processes: RankPool, tmp_path: Path) -> None:
-    processes.run(2, beside_others, str(tmp_path / "store"))
+def test_backend_works_alongside_others(processes: RankPool, tmp_path: Path) -> None:
+    processes.run(2, alongside_others, str(tmp_path / "store"))
 
 
 LEAVES_ALL_OPEN = """
@@ -84,13 +84,13 @@ dist.send(torch.ones(1), 1) if rank == 0 else dist.recv(torch.ones(1), 0)
 """
 
 
-def test_a_program_may_end_without_ending_its_groups(tmp_path: Path) -> None:
-    """As most do: no destroy_process_group, and works that nobody waits for."""
+def test_exit_without_destroy_process_group(tmp_path: Path) -> None:
+    """Like most programs, it does not call destroy_process_group, and some work is never waited for."""
     command = [sys.executable, "-c", LEAVES_ALL_OPEN]
     started = [
         subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stderr=subprocess.PIPE, text=True)
         for rank in (0, 1)
     ]
-    for one in started:
-        _, said = one.communicate(timeout=60)
-        assert one.returncode == 0 and "pynccl" not in said, said
+    for process in started:
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 0 and "pynccl" not in errors, errors

@@ -1,4 +1,4 @@
-"""DTensor, parallelize_module, pipelines and functional collectives over "pynccl"; pynccl_autograd beside them."""
+"""DTensor, parallelize_module, pipelines and functional collectives with "pynccl", also alongside pynccl_autograd."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as fc
-from process_groups import group_over, numbers
+from process_groups import numbers, process_group
 from ranks import Place, RankPool
 from small_transformers import SEQUENCE, TOLERANCE, batch, compare, llama
 from torch import nn
@@ -39,15 +39,15 @@ def full(x: Any) -> torch.Tensor:
 
 
 def layouts(place: Place, path: str) -> None:
-    with group_over("pynccl", place, path):
+    with process_group("pynccl", place, path):
         mesh = init_device_mesh("cpu", (place.size,))
         for shape, dtype in itertools.product(
             [(8, 4), (5, 3), (2, 1, 7)], [torch.float32, torch.bfloat16, torch.int64]
         ):
             x = numbers(0, *shape, dtype=dtype)
-            own = x if place.rank == 0 else torch.zeros_like(x)  # what rank 0 has is what counts
+            source = x if place.rank == 0 else torch.zeros_like(x)  # rank 0's values are used
             for a, b in itertools.product(EACH, EACH):
-                moved = distribute_tensor(own, mesh, [a]).redistribute(mesh, [b])
+                moved = distribute_tensor(source, mesh, [a]).redistribute(mesh, [b])
                 assert moved.placements == (b,) and torch.equal(moved.full_tensor(), x), (shape, dtype, a, b)
                 chunks = x.chunk(place.size, b.dim) if isinstance(b, Shard) else [x] * place.size
                 if place.rank < len(chunks):
@@ -55,51 +55,53 @@ def layouts(place: Place, path: str) -> None:
         parts = torch.stack([numbers(rank, 8, 5) for rank in range(place.size)])
         sums = {"sum": parts.sum(0), "avg": parts.mean(0), "max": parts.amax(0), "min": parts.amin(0)}
         for (op, expected), to in itertools.product({**sums, "product": parts.prod(0)}.items(), EACH):
-            given = DTensor.from_local(parts[place.rank], mesh, [Partial(op)])
-            assert torch.equal(given.redistribute(mesh, [to]).full_tensor(), expected), (op, to)
+            partial_input = DTensor.from_local(parts[place.rank], mesh, [Partial(op)])
+            assert torch.equal(partial_input.redistribute(mesh, [to]).full_tensor(), expected), (op, to)
 
 
 @pytest.mark.parametrize("n", (2, 4))
-def test_layouts_of_a_dtensor(processes: RankPool, n: int, tmp_path: Path) -> None:
+def test_dtensor_redistribute(processes: RankPool, n: int, tmp_path: Path) -> None:
     processes.run(n, layouts, str(tmp_path / "store"))
 
 
 def layouts_of_two_axes(place: Place, path: str) -> None:
-    with group_over("pynccl", place, path):
+    with process_group("pynccl", place, path):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
         x = numbers(0, 6, 5)
         pairs: list[tuple[Placement, ...]] = list(itertools.product(EACH, EACH))
         for before, after in itertools.product(pairs, pairs):
             moved = distribute_tensor(x, mesh, before).redistribute(mesh, after)
             assert torch.equal(moved.full_tensor(), x), (before, after)
-        whole, weight = x.double().requires_grad_(), numbers(1, 5, 4).double().requires_grad_()
-        (whole @ weight).relu().sum().backward()
+        unsharded, weight = x.double().requires_grad_(), numbers(1, 5, 4).double().requires_grad_()
+        (unsharded @ weight).relu().sum().backward()
         for before, after in zip(pairs, reversed(pairs), strict=True):
-            left = distribute_tensor(whole.detach(), mesh, before).requires_grad_()
+            left = distribute_tensor(unsharded.detach(), mesh, before).requires_grad_()
             right = distribute_tensor(weight.detach(), mesh, after).requires_grad_()
             product: Any = left @ right
             full(product.redistribute(mesh, before).relu().sum()).backward()
-            for cut, expected in ((left.grad, whole.grad), (right.grad, weight.grad)):
-                torch.testing.assert_close(full(cut), expected, **EXACT)
+            for sharded, expected in ((left.grad, unsharded.grad), (right.grad, weight.grad)):
+                torch.testing.assert_close(full(sharded), expected, **EXACT)
 
 
-def test_layouts_of_a_dtensor_on_two_axes(processes: RankPool, tmp_path: Path) -> None:
+def test_dtensor_redistribute_on_2d_mesh(processes: RankPool, tmp_path: Path) -> None:
     processes.run(4, layouts_of_two_axes, str(tmp_path / "store"))
 
 
 def with_dtensor(model: Any, mesh: DeviceMesh) -> Any:
-    """Llama with sequence parallelism, as torchtitan does it."""
+    """Parallelize Llama with sequence parallelism, as torchtitan does."""
     ends = {
         "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "model.norm": SequenceParallel(),
         "lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
     }
     parallelize_module(model, mesh, ends)
-    given, wanted = {"hidden_states": Shard(1)}, {"hidden_states": Replicate()}
+    input_layouts, desired_layouts = {"hidden_states": Shard(1)}, {"hidden_states": Replicate()}
     for layer in model.model.layers:
         block = {
             "input_layernorm": SequenceParallel(),
-            "self_attn": PrepareModuleInput(input_kwarg_layouts=given, desired_input_kwarg_layouts=wanted),
+            "self_attn": PrepareModuleInput(
+                input_kwarg_layouts=input_layouts, desired_input_kwarg_layouts=desired_layouts
+            ),
             **{f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"},
             "self_attn.o_proj": RowwiseParallel(output_layouts=Shard(1)),
             "post_attention_layernorm": SequenceParallel(),
@@ -115,7 +117,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
 
 
-def whole_llama() -> Any:
+def unsharded_llama() -> Any:
     torch.manual_seed(0)
     return llama().double()
 
@@ -125,28 +127,28 @@ def loss_of(model: Any, step: int) -> torch.Tensor:
     return full(model(**batch(step), position_ids=places, use_cache=False).loss)
 
 
-def same_gradients(model: nn.Module, whole: nn.Module) -> None:
+def same_gradients(model: nn.Module, unsharded: nn.Module) -> None:
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(full(parameter.grad), whole.get_parameter(name).grad, **EXACT)
+        torch.testing.assert_close(full(parameter.grad), unsharded.get_parameter(name).grad, **EXACT)
 
 
-def beside(place: Place, path: str) -> None:
-    """One group, used by torch's tensor parallelism and by ours, in turn."""
-    with group_over("pynccl", place, path):
-        whole, mesh = whole_llama(), init_device_mesh("cpu", (place.size,), mesh_dim_names=("tp",))
-        theirs = with_dtensor(copy.deepcopy(whole), mesh)
+def share_group(place: Place, path: str) -> None:
+    """Train with torch's and with our tensor parallelism alternately, over one group."""
+    with process_group("pynccl", place, path):
+        unsharded, mesh = unsharded_llama(), init_device_mesh("cpu", (place.size,), mesh_dim_names=("tp",))
+        theirs = with_dtensor(copy.deepcopy(unsharded), mesh)
         comm = Communicator.from_process_group(mesh.get_group("tp"))
-        ours: Any = ad.parallelize(copy.deepcopy(whole), comm, ad.plans.llama)
-        optimizers = [sgd(model) for model in (whole, theirs, ours)]
+        ours: Any = ad.parallelize(copy.deepcopy(unsharded), comm, ad.plans.llama)
+        optimizers = [sgd(model) for model in (unsharded, theirs, ours)]
         for step in range(3):
-            losses = [loss_of(model, step) for model in (whole, theirs, ours)]
+            losses = [loss_of(model, step) for model in (unsharded, theirs, ours)]
             for loss in losses:
                 torch.testing.assert_close(loss, losses[0], **EXACT)
                 loss.backward()
             ad.finish_gradients(ours)
-            same_gradients(theirs, whole)
-            compare(ours, whole, EXACT)
-            norm = nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
+            same_gradients(theirs, unsharded)
+            compare(ours, unsharded, EXACT)
+            norm = nn.utils.clip_grad_norm_(unsharded.parameters(), 0.5)
             torch.testing.assert_close(full(nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)), norm, **EXACT)
             torch.testing.assert_close(ad.clip_grad_norm_(ours.parameters(), 0.5), norm, **EXACT)
             for optimizer in optimizers:
@@ -154,44 +156,44 @@ def beside(place: Place, path: str) -> None:
                 optimizer.zero_grad()
 
 
-def test_tensor_parallel_models_beside_ours(processes: RankPool, tmp_path: Path) -> None:
+def test_torch_and_pynccl_autograd_tensor_parallel_share_a_group(processes: RankPool, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    processes.run(2, beside, str(tmp_path / "store"))
+    processes.run(2, share_group, str(tmp_path / "store"))
 
 
 def two_axes(place: Place, path: str) -> None:
-    """fully_shard over one axis, tensor parallel over the other: torch's and ours."""
-    with group_over("pynccl", place, path):
+    """Combine fully_shard over one mesh axis with tensor parallelism over the other: torch's and ours."""
+    with process_group("pynccl", place, path):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         replica = mesh["dp"].get_local_rank()
-        whole = whole_llama()
-        theirs = with_dtensor(copy.deepcopy(whole), mesh["tp"])
+        unsharded = unsharded_llama()
+        theirs = with_dtensor(copy.deepcopy(unsharded), mesh["tp"])
         tp = Communicator.from_process_group(mesh.get_group("tp"))
-        ours: Any = ad.parallelize(copy.deepcopy(whole), tp, ad.plans.llama)
+        ours: Any = ad.parallelize(copy.deepcopy(unsharded), tp, ad.plans.llama)
         with ad.keep_shards(ours):
             for block in (*theirs.model.layers, theirs, *ours.model.layers, ours):
                 fully_shard(block, mesh=mesh["dp"])
-        optimizers = [sgd(model) for model in (whole, theirs, ours)]
+        optimizers = [sgd(model) for model in (unsharded, theirs, ours)]
         for step in range(2):
             batches = [10 * step + each for each in range(2)]
-            expected = [loss_of(whole, each) for each in batches]
+            expected = [loss_of(unsharded, each) for each in batches]
             (torch.stack(expected).mean()).backward()
             for model in (theirs, ours):
                 loss = loss_of(model, batches[replica])
                 torch.testing.assert_close(loss, expected[replica], **EXACT)
                 loss.backward()
             ad.finish_gradients(ours)
-            same_gradients(theirs, whole)
+            same_gradients(theirs, unsharded)
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
         for name, value in theirs.state_dict().items():
-            torch.testing.assert_close(full(value), whole.state_dict()[name], **EXACT)
+            torch.testing.assert_close(full(value), unsharded.state_dict()[name], **EXACT)
         found = ad.full_state_dict(ours, Communicator.from_process_group(), rank0_only=False)
-        torch.testing.assert_close(found, {**whole.state_dict()}, **EXACT)
+        torch.testing.assert_close(found, {**unsharded.state_dict()}, **EXACT)
 
 
-def test_tensor_parallel_and_sharded_models(processes: RankPool, tmp_path: Path) -> None:
+def test_tensor_parallel_with_fully_shard(processes: RankPool, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     processes.run(4, two_axes, str(tmp_path / "store"))
 
@@ -204,13 +206,13 @@ def blocks(count: int) -> list[nn.Module]:
 def pipeline(place: Place, path: str) -> None:
     r, n, mse = place.rank, place.size, nn.functional.mse_loss
     x, y = numbers(0, 8, 6).double(), numbers(1, 8, 6).double()
-    with group_over("pynccl", place, path):
+    with process_group("pynccl", place, path):
         for schedule, each in ((ScheduleGPipe, 1), (Schedule1F1B, 1), (ScheduleInterleaved1F1B, 2)):
-            whole, parts = blocks(n * each), blocks(n * each)
-            expected = mse(nn.Sequential(*whole)(x), y)
+            unsharded, parts = blocks(n * each), blocks(n * each)
+            expected = mse(nn.Sequential(*unsharded)(x), y)
             expected.backward()
             indices = range(r, n * each, n)
-            mine, right = (nn.ModuleList(models[i] for i in indices) for models in (parts, whole))
+            mine, right = (nn.ModuleList(models[i] for i in indices) for models in (parts, unsharded))
             stages = [PipelineStage(parts[i], i, n * each, torch.device("cpu")) for i in indices]
             made: Any = schedule(stages if each > 1 else stages[0], 4, mse)  # type: ignore[operator]
             for _ in range(2):
@@ -235,7 +237,7 @@ def functional(x: torch.Tensor, group: Any) -> tuple[torch.Tensor, ...]:
     return total, rows, part, swapped, fc.broadcast(x, 1, group), *several
 
 
-def by_hand(xs: list[torch.Tensor], rank: int) -> tuple[torch.Tensor, ...]:
+def expected_results(xs: list[torch.Tensor], rank: int) -> tuple[torch.Tensor, ...]:
     n, every, total = len(xs), torch.cat(xs) + 1, 2 * torch.stack(xs).sum(0)
     swapped = torch.cat([x.chunk(n)[rank] + 1 for x in xs])
     return total, every, (every * every).chunk(n, 1)[rank], swapped, xs[1], torch.stack(xs).amax(0), total
@@ -248,10 +250,10 @@ def differentiable(x: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def compiled(place: Place, path: str) -> None:
-    with group_over("pynccl", place, path):
+    with process_group("pynccl", place, path):
         group, x = dist.group.WORLD, numbers(place.rank, 4, 6)
         leaf = x.div(8).double().requires_grad_()
-        expected = by_hand([numbers(rank, 4, 6) for rank in range(place.size)], place.rank)
+        expected = expected_results([numbers(rank, 4, 6) for rank in range(place.size)], place.rank)
         out = differentiable(leaf, group)
         [slope] = torch.autograd.grad(out.sum(), leaf)
         assert all(map(torch.equal, functional(x, group), expected))
@@ -269,8 +271,8 @@ def test_functional_collectives_compiled(processes: RankPool, tmp_path: Path) ->
     processes.run(2, compiled, str(tmp_path / "store"))
 
 
-def own_communicators(place: Place, path: str) -> None:
-    with group_over("pynccl", place, path):
+def mesh_communicators(place: Place, path: str) -> None:
+    with process_group("pynccl", place, path):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         comms = {name: Communicator.from_process_group(mesh.get_group(name)) for name in ("dp", "tp")}
         for name, comm in comms.items():
@@ -283,10 +285,10 @@ def own_communicators(place: Place, path: str) -> None:
             y.backward(torch.full_like(y, place.rank + 1.0))
             assert torch.equal(x.grad, torch.full_like(x, sum(ranks) + 2.0))  # type: ignore[arg-type]
             z = y.detach().clone()
-            dist.all_reduce(z, group=mesh.get_group(name))  # the group goes on with it
+            dist.all_reduce(z, group=mesh.get_group(name))  # the group still works
             assert torch.equal(z, 2 * y)
         assert Communicator.from_process_group() is Communicator.from_process_group(dist.group.WORLD)
 
 
-def test_communicators_of_the_axes_of_a_mesh(processes: RankPool, tmp_path: Path) -> None:
-    processes.run(4, own_communicators, str(tmp_path / "store"))
+def test_communicators_of_mesh_axes(processes: RankPool, tmp_path: Path) -> None:
+    processes.run(4, mesh_communicators, str(tmp_path / "store"))

@@ -1,4 +1,4 @@
-"""A recorder of its own for a test."""
+"""A fixture with a separate flight recorder for a test."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pynccl.watch import recorder
 
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> recorder.Recorder:
-    """The recorder of this process, whose file is in tmp_path."""
+    """The flight recorder of this process, with its file in tmp_path."""
     monkeypatch.setenv("PYNCCL_WATCH_DIR", str(tmp_path))
-    made = recorder.Recorder()
-    monkeypatch.setattr(recorder, "_recorder", made)
-    return made
+    own = recorder.Recorder()
+    monkeypatch.setattr(recorder, "_recorder", own)
+    return own

@@ -1,10 +1,10 @@
-"""Ranks that are made to wait for another one until their watchdogs have spoken: what they wrote to stderr.
+"""Make ranks wait for another rank until their watchdogs report, and read what they wrote to stderr.
 
 In a rank of a RankPool:
 
     with standard_error(folder, comm.rank):
         if comm.rank == 1:
-            elsewhere(folder)   # until rank 0's watchdog has spoken
+            elsewhere(folder)   # until rank 0's watchdog has reported
         comm.all_reduce(x)
 """
 
@@ -21,13 +21,13 @@ from typing import Any
 
 import torch
 
-SPEAKS = "pynccl watchdog: "
-PATIENCE = 40.0
+REPORT_PREFIX = "pynccl watchdog: "
+MAX_WAIT_SECONDS = 40.0
 
 
 @contextlib.contextmanager
 def standard_error(folder: str, rank: int) -> Iterator[None]:
-    """What this process writes to file descriptor 2 goes to a file that `said` reads."""
+    """Redirect file descriptor 2 to a file, which `stderr_of` reads."""
     sys.stderr.flush()
     before = os.dup(2)
     file = os.open(_path(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -41,30 +41,30 @@ def standard_error(folder: str, rank: int) -> Iterator[None]:
         os.close(before)
 
 
-def said(folder: str | Path, rank: int) -> str:
-    """What rank `rank` has written to stderr so far."""
+def stderr_of(folder: str | Path, rank: int) -> str:
+    """Return what rank `rank` has written to stderr so far."""
     path = _path(folder, rank)
     return path.read_text() if path.exists() else ""
 
 
 def elsewhere(folder: str) -> None:
-    """Wait, in the one line marked so, until rank 0's watchdog has spoken."""
-    spoken = threading.Event()
+    """Wait, in the line marked `# elsewhere`, until rank 0's watchdog has reported."""
+    reported = threading.Event()
 
     def listen() -> None:
-        end = time.monotonic() + PATIENCE
+        end = time.monotonic() + MAX_WAIT_SECONDS
         while time.monotonic() < end:
-            if SPEAKS in (text := said(folder, 0)) and text.endswith("\n"):
-                spoken.set()
+            if REPORT_PREFIX in (text := stderr_of(folder, 0)) and text.endswith("\n"):
+                reported.set()
                 return
             time.sleep(0.01)
 
     threading.Thread(target=listen, daemon=True).start()
-    assert spoken.wait(PATIENCE + 1), "a watchdog has not spoken"  # elsewhere
+    assert reported.wait(MAX_WAIT_SECONDS + 1), "the watchdog did not report"  # elsewhere
 
 
 def place_of(marker: str, path: str = __file__) -> str:
-    """ "hanging.py:52": the line that ends with the comment `# marker`."""
+    """Return the line that ends with the comment `# marker`, such as "hanging.py:52"."""
     lines = Path(path).read_text().splitlines()
     [number] = [number for number, line in enumerate(lines, 1) if line.endswith(f"  # {marker}")]
     return f"{Path(path).name}:{number}"
@@ -74,7 +74,7 @@ def _path(folder: str | Path, rank: int) -> Path:
     return Path(folder, f"stderr-{rank}")
 
 
-# Every kind of call that a rank can wait in: the line that waits ends with the name of its function
+# Each kind of call in which a rank can wait. A comment with the function's name marks the waiting line.
 
 
 def all_reduce(comm: Any) -> None:

@@ -1,4 +1,4 @@
-"""The folder of a job's records: nobody else's, and bounded; who is waited for is told of it there, once."""
+"""The folder of a job's records: private, of bounded size, and with messages to ranks for which others wait."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import pytest
 from pynccl.watch import folder, recorder
 from pynccl.watch.watchdog import Watchdog
 
-SOMEBODY = 54321
+OTHER_USER = 54321
 
 
 @pytest.fixture
 def default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The user's folder where PYNCCL_WATCH_DIR is not set: in a folder in which anybody may make files."""
+    """The user's folder if PYNCCL_WATCH_DIR is not set, in a folder where any user may create files."""
     monkeypatch.delenv("PYNCCL_WATCH_DIR", raising=False)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     assert folder.base() == f"{tmp_path}/pynccl-watch-{os.geteuid()}"
@@ -25,7 +25,7 @@ def default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["0o777", "0o770", "0o702", "link", "another user's"])
-def test_a_folder_that_others_may_write_to_is_not_used(default: Path, tmp_path: Path, kind: str) -> None:
+def test_a_folder_writable_by_others_is_not_used(default: Path, tmp_path: Path, kind: str) -> None:
     if kind == "link":
         (tmp_path / "target").mkdir(0o700)
         default.symlink_to(tmp_path / "target")
@@ -34,10 +34,12 @@ def test_a_folder_that_others_may_write_to_is_not_used(default: Path, tmp_path: 
         default.chmod(int(kind, 8))
     elif os.geteuid() == 0:
         default.mkdir(0o700)
-        os.chown(default, SOMEBODY, SOMEBODY)
+        os.chown(default, OTHER_USER, OTHER_USER)
     else:
-        pytest.skip("only root can make what is another user's")
-    with pytest.warns(RuntimeWarning, match=re.escape(str(default)) + ".*: expected a folder of this user, no link"):
+        pytest.skip("only root can create a folder of another user")
+    with pytest.warns(
+        RuntimeWarning, match=re.escape(str(default)) + ".*: expected a folder .not a link. of this user"
+    ):
         assert recorder.Recorder().path == ""
     assert list(default.iterdir()) == []
 
@@ -45,44 +47,46 @@ def test_a_folder_that_others_may_write_to_is_not_used(default: Path, tmp_path: 
 HOSTILE = "a\x1b[31mb\x1b]0;title\x07c\x9b2Jd\u202ee\x1bP1;2\x1b\\f\r\x08g"
 
 
-def test_what_others_tell_is_printed_once_and_cannot_command_the_terminal(
+def test_messages_of_other_ranks_are_printed_once_without_control_characters(
     own: recorder.Recorder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     watchdog = Watchdog(own)
     watchdog.stop()
-    for seconds in (2, 3, 60):  # each of those who wait says so, and says it again
-        folder.tell(own.path, f"rank 1 never entered all_reduce #3; rank 0 has waited {seconds} s there.\nmore")
-        watchdog.look()
-    said = capsys.readouterr().err
-    assert said == (
-        "pynccl watchdog: other ranks wait for this one\n"
+    for seconds in (2, 3, 60):  # each waiting rank sends the message, and sends it again
+        folder.leave_message(
+            own.path, f"rank 1 never entered all_reduce #3; rank 0 has waited {seconds} s there.\nmore"
+        )
+        watchdog.poll()
+    printed = capsys.readouterr().err
+    assert printed == (
+        "pynccl watchdog: other ranks wait for this rank\n"
         "  rank 1 never entered all_reduce #3; rank 0 has waited 2 s there.\n  more\n"
     )
-    folder.tell(own.path, f"{HOSTILE}\n{HOSTILE}\n")
-    watchdog.look()
-    said = capsys.readouterr().err
-    assert said.startswith("pynccl watchdog: other ranks wait for this one\n  a?[31mb?]0;title?c")
-    assert all(line.isprintable() for line in said.split("\n"))
+    folder.leave_message(own.path, f"{HOSTILE}\n{HOSTILE}\n")
+    watchdog.poll()
+    printed = capsys.readouterr().err
+    assert printed.startswith("pynccl watchdog: other ranks wait for this rank\n  a?[31mb?]0;title?c")
+    assert all(line.isprintable() for line in printed.split("\n"))
     assert list(Path(own.path).parent.iterdir()) == [Path(own.path)]
 
 
-def test_of_many_killed_processes_the_oldest_go_and_what_lives_stays(own: recorder.Recorder) -> None:
+def test_the_oldest_files_of_killed_processes_are_removed(own: recorder.Recorder) -> None:
     base, data = Path(own.path).parent, Path(own.path).read_bytes()
 
-    def left(name: str, ago: float, content: bytes = data.ljust(1 << 20, b"\1")) -> Path:
-        """What a process has left whose last sign of life is so many seconds old."""
+    def leave_file(name: str, ago: float, content: bytes = data.ljust(1 << 20, b"\1")) -> Path:
+        """Create the file of a process that was last alive `ago` seconds ago."""
         path = base / f"{name}.watch"
         path.write_bytes(content)
         os.utime(path, (time.time() - ago, time.time() - ago))
         return path
 
-    killed = [left(f"job{n}-{4_000_000 + n}-1", 100 * (n + 1)) for n in range(100)]
-    alive = left(f"alive-{os.getpid()}-{folder.started()}", 30 * 86400)
-    there = left("there-4999999-1", 30)  # another machine's may be alive
-    nonsense = left("rank0-4194303-1", 10**6, b"\xff" * 5000)
+    killed = [leave_file(f"job{n}-{4_000_000 + n}-1", 100 * (n + 1)) for n in range(100)]
+    alive = leave_file(f"alive-{os.getpid()}-{folder.start_ticks()}", 30 * 86400)
+    remote = leave_file("there-4999999-1", 30)  # a process of another node may be alive
+    invalid = leave_file("rank0-4194303-1", 10**6, b"\xff" * 5000)
     os.utime(own.path, (1, 1))
-    own.look()  # a process that only waits counts as living to its last look
-    assert recorder.Recorder().path  # sees to it
+    own.beat()  # a waiting process counts as alive until its last heartbeat
+    assert recorder.Recorder().path  # removes old files
     kept = [path for path in killed if path.exists()]
-    assert kept == killed[: len(kept)] and 63 <= len(kept) <= 64  # of 1 MiB each
-    assert [path.exists() for path in (alive, there, nonsense)] == [True, True, False]
+    assert kept == killed[: len(kept)] and 63 <= len(kept) <= 64  # 1 MiB each
+    assert [path.exists() for path in (alive, remote, invalid)] == [True, True, False]

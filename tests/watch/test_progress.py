@@ -1,5 +1,5 @@
-"""The watchdog learns how far CUDA streams have come by events of its own, disturbs no capture of a graph, and is not
-silenced by a driver that does not answer; over the stub driver."""
+"""The watchdog tracks the progress of CUDA streams with its own events, leaves graph captures intact, and reports a
+driver that does not answer. Uses the stub driver."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ stream = pynccl.create_stream(1, library=library)
 def mark():
     return progress.mark(library, 1, 7, {stream.handle})
 
-def look():
-    driver.stub_query(600)                       # the work is under way
+def check():
+    driver.stub_query(600)                       # the work is in progress
     found = mark()
     assert found.entry == 7 and len(found.events) == 1
-    driver.stub_capture_elsewhere(1)             # in the default mode, in which a question would break it
+    driver.stub_capture_elsewhere(1)             # in the default mode, in which a query would break it
     assert not found.passed() and driver.stub_spoilt() == 0
     driver.stub_capture_elsewhere(0)
     driver.stub_query(0)
@@ -25,23 +25,23 @@ def look():
     assert found.passed() is None
     driver.stub_query(0)
     driver.stub_capture(1)
-    assert mark() is None                        # an event would become a part of the graph
+    assert mark() is None                        # an event would become part of the graph
     driver.stub_capture(0)
     assert mark() is not None
     assert progress.mark(library, 1, 7, set()).passed()   # nothing was issued on any stream
 
 make_current(0)
-look()
+check()
 assert current() == 0
-in_a_thread(look)                                # as the watchdog's, which has no context
+in_a_thread(check)                                # like the watchdog's thread, which has no context
 """
 
 
-def test_a_mark_is_an_event_behind_what_was_issued() -> None:
+def test_a_mark_is_an_event_after_the_issued_work() -> None:
     over_driver(MARKS)
 
 
-GONE = """
+DESTROYED = """
 from pynccl.watch import progress
 from cuda.bindings import driver as api
 make_current(1)
@@ -58,7 +58,7 @@ def complete():
     found = progress.mark(library, 1, comm._track.head, comm._track.streams(after))
     return found is not None and found.passed()
 
-for error, gone in ((400, True), (709, True), (719, False)):   # an error of an earlier launch says nothing of it
+for error, gone in ((400, True), (709, True), (719, False)):   # an error of an earlier launch does not count
     stream = issued()
     driver.stub_gone(error)
     api.cuStreamDestroy(stream)
@@ -66,11 +66,11 @@ for error, gone in ((400, True), (709, True), (719, False)):   # an error of an 
 """
 
 
-def test_the_calls_of_a_stream_that_somebody_has_ended_count_as_complete() -> None:
-    over_driver(GONE)
+def test_calls_on_a_destroyed_stream_count_as_complete() -> None:
+    over_driver(DESTROYED)
 
 
-SILENT = """
+BLOCKED = """
 import contextlib, io, time
 from pynccl.watch import recorder, watchdog
 make_current(0)
@@ -82,33 +82,33 @@ def call():
         comm.all_reduce((4096, 8, "float32"), (8192, 8, "float32"), stream=stream)
 
 def helpers():
-    return sum(thread.name == "pynccl question" for thread in threading.enumerate())
+    return sum(thread.name == "pynccl query" for thread in threading.enumerate())
 
-watchdog.stop()                                  # looks are taken by hand
+watchdog.stop()                                  # polls are made by hand
 own = watchdog.Watchdog(recorder.started())
 own.stop()
 watchdog.ANSWER_SECONDS = 0.05
-said = io.StringIO()
+printed = io.StringIO()
 
-def look():
-    with contextlib.redirect_stderr(said):
-        own.look()
+def check():
+    with contextlib.redirect_stderr(printed):
+        own.poll()
     time.sleep(0.05)
 
 call()
-look()
+check()
 driver.stub_block(1)
 """
 FINDING = "the CUDA driver does not answer: the launch queue is full or the device hangs"
 
 
-def test_a_driver_that_does_not_answer_is_the_finding() -> None:
+def test_a_driver_that_does_not_answer_is_reported() -> None:
     code = f"""
-while said.getvalue().count({FINDING!r}) < 2:
-    look()
-    assert helpers() <= 1                        # never more than one that is stuck
+while printed.getvalue().count({FINDING!r}) < 2:
+    check()
+    assert helpers() <= 1                        # at most one thread is stuck
 driver.stub_block(0)
 while [comm._track.comm_head.completed for comm in comms] != [1, 1] or helpers():
-    look()
+    check()
 """
-    over_driver(SILENT + code, PYNCCL_WATCH_TIMEOUT="0.3")
+    over_driver(BLOCKED + code, PYNCCL_WATCH_TIMEOUT="0.3")

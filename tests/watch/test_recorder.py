@@ -1,4 +1,4 @@
-"""The flight recorder's file: what was called is in it, whatever ends the process; a bad file is an error, no more."""
+"""The flight recorder's file has the last calls however the process ends. A damaged file raises BadRecord."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pynccl.watch.records import COMPLETED, DEAD, FAILED, INSIDE, ISSUED, CommRe
 from pynccl.watch.track import Identity, Track, uid_of
 
 ROOT = Path(__file__).parents[2]
-ALL_REDUCE = (0, 0, 4, 7, 0)  # as the C function takes them: addresses, count, FLOAT32, SUM
+ALL_REDUCE = (0, 0, 4, 7, 0)  # arguments of the C function: addresses, count, FLOAT32, SUM
 
 
 def track_of(own: recorder.Recorder) -> Track:
@@ -29,7 +29,7 @@ def read(own: recorder.Recorder) -> CommRecord:
     return read_file(own.path).comms[0]
 
 
-def test_a_call_is_in_the_file_with_all_that_it_was_made_with(own: recorder.Recorder) -> None:
+def test_a_call_is_recorded_with_its_arguments(own: recorder.Recorder) -> None:
     track = track_of(own)
     before = time.time()
     track.leave(track.enter("all_reduce", ALL_REDUCE, 17))
@@ -55,7 +55,7 @@ def test_a_call_is_in_the_file_with_all_that_it_was_made_with(own: recorder.Reco
     assert (read(own).calls[3].state, read(own).calls[3].error) == (FAILED, "ValueError: no")
 
 
-# Name -> (what the C function takes, how many numbers of collectives it has)
+# Name -> (arguments of the C function, number of collective calls it counts as)
 KINDS: dict[str, tuple[tuple[int, ...], int]] = {
     "all_reduce": (ALL_REDUCE, 1),
     "broadcast": ((0, 0, 4, 7, 1), 1),
@@ -68,7 +68,7 @@ KINDS: dict[str, tuple[tuple[int, ...], int]] = {
 
 
 def random_calls(track: Track, seed: int, count: int) -> list[tuple[int, str]]:
-    """Random calls of all kinds; (number among the collectives or 0, operation) of each."""
+    """Make random calls of all kinds. Return (number among the collectives or 0, operation) of each."""
     rng, made, number = random.Random(seed), [], 0
     for _ in range(count):
         name = rng.choice([*KINDS])
@@ -80,7 +80,7 @@ def random_calls(track: Track, seed: int, count: int) -> list[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("count", [0, 1, 511, 512, 513, 2561])
-def test_the_last_calls_are_there_in_order_and_numbered(own: recorder.Recorder, count: int) -> None:
+def test_the_last_calls_are_recorded_in_order_with_numbers(own: recorder.Recorder, count: int) -> None:
     track = track_of(own)
     made = random_calls(track, count, count)
     calls = read(own).calls
@@ -90,10 +90,12 @@ def test_the_last_calls_are_there_in_order_and_numbered(own: recorder.Recorder, 
     assert track.head == count
 
 
-def test_a_rank_that_its_watchdog_ends_has_given_up_what_it_waited_for_and_nothing_else(own: recorder.Recorder) -> None:
+def test_pending_calls_are_marked_as_given_up_when_the_watchdog_aborts(
+    own: recorder.Recorder,
+) -> None:
     track = track_of(own)
     track.library = SimpleNamespace(is_host=True)
-    track.leave(track.enter("all_reduce", ALL_REDUCE))  # the caller's: has run
+    track.leave(track.enter("all_reduce", ALL_REDUCE))  # synchronous: it has completed
     track.leave(track.enter("all_reduce", ALL_REDUCE, 17))  # on a stream
     track.enter("all_reduce", ALL_REDUCE)
     track.gave_up(NcclTimeout("rank 1 waited"))
@@ -102,14 +104,14 @@ def test_a_rank_that_its_watchdog_ends_has_given_up_what_it_waited_for_and_nothi
     assert [(call.state, call.gave_up) for call in others] == [(FAILED, True)] * 2
 
 
-def test_the_file_stays_as_large_as_it_was(own: recorder.Recorder) -> None:
-    """Whatever number of calls, of their lines, and of communicators that have ended."""
+def test_the_file_does_not_grow(own: recorder.Recorder) -> None:
+    """For any number of calls, of their lines, and of destroyed communicators."""
     track = track_of(own)
     for number in range(layout.STRINGS + 100):
         track.leave(track.enter("all_reduce", ALL_REDUCE, site=f"train.py:{number}"))
     found = read(own)
     assert found.entered == track.head == layout.STRINGS + 100
-    assert found.calls[-1].site == "(...)"  # for which there was no room
+    assert found.calls[-1].site == "(...)"  # the table of strings is full
     assert f"train.py:{layout.STRINGS // 2 + 400}" in [call.site for call in found.calls]
     sizes = set()
     for number in range(80):
@@ -122,14 +124,14 @@ def test_the_file_stays_as_large_as_it_was(own: recorder.Recorder) -> None:
     assert len(comms) <= 10 and {comm.ended for comm in comms} == {"", "destroyed"}
 
 
-# {how: what ends the process}
+# How the process ends -> its last statement
 ENDS = {
     "kill": "os.kill(os.getpid(), 9)",
     "_exit": "os._exit(3)",
     "crash": "ctypes.string_at(0)",
     "exception": "raise ValueError('no such file')",
-    "well": "pass",
-    "off": "print(comm.recorded, os.listdir(os.environ['PYNCCL_WATCH_DIR']))",
+    "clean": "pass",
+    "off": "print(comm._is_recorded, os.listdir(os.environ['PYNCCL_WATCH_DIR']))",
 }
 PROGRAM = """
 import ctypes, os, sys, torch
@@ -143,20 +145,20 @@ exec(sys.argv[1])
 """
 
 
-def test_the_calls_outlive_the_process_unless_it_ends_well(tmp_path: Path) -> None:
+def test_the_record_remains_unless_the_process_exits_cleanly(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     with Forks() as forks:
         for how, end in ENDS.items():
-            place = tmp_path / how
-            place.mkdir()
-            variables = {"PYNCCL_LIBRARY": "host", "PYNCCL_WATCH_DIR": str(place)}
+            folder = tmp_path / how
+            folder.mkdir()
+            variables = {"PYNCCL_LIBRARY": "host", "PYNCCL_WATCH_DIR": str(folder)}
             variables["PYNCCL_WATCH"] = "off" if how == "off" else "on"
             (done,) = forks.run((str(program), end), 0, tmp_path, variables)
-            found, problems = read_folder(str(place))
-            if how in ("well", "off"):
-                assert done.code == 0 and list(place.iterdir()) == [], (how, done)
-                assert done.out.strip() == ("" if how == "well" else "False []")
+            found, problems = read_folder(str(folder))
+            if how in ("clean", "off"):
+                assert done.code == 0 and list(folder.iterdir()) == [], (how, done)
+                assert done.out.strip() == ("" if how == "clean" else "False []")
                 continue
             assert done.code and not problems, (how, done)
             (record,) = found
@@ -172,7 +174,7 @@ def test_the_calls_outlive_the_process_unless_it_ends_well(tmp_path: Path) -> No
 # Files of other processes
 
 
-def test_damage_anywhere_is_an_error_or_a_record_and_never_more(own: recorder.Recorder, tmp_path: Path) -> None:
+def test_a_damaged_file_raises_or_is_read(own: recorder.Recorder, tmp_path: Path) -> None:
     random_calls(track_of(own), 0, 3000)
     good, path, rng = Path(own.path).read_bytes(), tmp_path / "damaged.watch", random.Random(1)
     interesting = [*range(layout.STRINGS_AT), *range(layout.REGIONS_AT, layout.REGIONS_AT + 60_000)]

@@ -1,6 +1,6 @@
-"""A job on two machines: the rank that is missing, or has ended, is named on the other one, with its line.
+"""A job on two nodes: a rank that is late or has exited is named on the other node, with its line.
 
-The machines are namespaces: of the network, of host names, of processes. Each has its own folder for the recorders.
+The nodes are namespaces of network, host name and processes. Each has its own folder for flight records.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hanging import SPEAKS
+from hanging import REPORT_PREFIX
 from nodes import ADDRESSES, two_nodes
 
 ROOT = Path(__file__).parents[2]
 PORT = 29511
 HOSTS = ("node-a", "node-b")
-OWN = ("--uts", "--pid", "--fork", "--kill-child", "--mount-proc")
-PATIENCE = 60.0
+NAMESPACES = ("--uts", "--pid", "--fork", "--kill-child", "--mount-proc")
+MAX_WAIT_SECONDS = 60.0
 
 ONE_IS_LATE = """
 import os, sys, time, torch, pynccl
@@ -44,33 +44,34 @@ except pynccl.NcclRemoteError as error:
 def nodes() -> Iterator[tuple[str, str]]:
     if shutil.which("unshare") is None:
         pytest.skip("needs the program unshare (package util-linux)")
-    command = ["unshare", *OWN, "sh", "-c", "hostname pynccl-test"]
+    command = ["unshare", *NAMESPACES, "sh", "-c", "hostname pynccl-test"]
     tried = subprocess.run(command, capture_output=True, text=True, check=False)
     if tried.returncode:
-        pytest.skip(f"cannot make namespaces of processes here: {tried.stderr.strip()}")
+        pytest.skip(f"cannot create process namespaces here: {tried.stderr.strip()}")
     with two_nodes() as names:
         yield names
 
 
 def start(name: str, number: int, folder: Path) -> subprocess.Popen[bytes]:
-    """torchrun with one rank on this node; its output goes to a file."""
-    # torch asks for the names of addresses, and there is nobody to answer.
+    """Start torchrun with one rank on this node. Its output goes to a file."""
+    # torch looks up the names of addresses, and there is no DNS.
     names = folder / "hosts"
-    known = "".join(f"{one} {host}\n" for one, host in zip(ADDRESSES, HOSTS, strict=True))
+    known = "".join(f"{address} {host}\n" for address, host in zip(ADDRESSES, HOSTS, strict=True))
     names.write_text(f"127.0.0.1 localhost\n{known}")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYNCCL_LIBRARY": "host", "OMP_NUM_THREADS": "1"}
     environment |= {"PYNCCL_WATCH_DIR": str(folder / HOSTS[number]), "PYNCCL_WATCH_TIMEOUT": "2"}
     where = [f"--node-rank={number}", f"--master-addr={ADDRESSES[0]}", f"--master-port={PORT}"]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", *where]
     named = ["sh", "-c", f'mount --bind {names} /etc/hosts && hostname {HOSTS[number]} && exec "$@"', "sh"]
-    command = ["ip", "netns", "exec", name, "unshare", *OWN, *named, *launcher, str(folder / "train.py"), str(folder)]
+    command = ["ip", "netns", "exec", name, "unshare", *NAMESPACES, *named, *launcher]
+    command += [str(folder / "train.py"), str(folder)]
     with (folder / f"{number}.log").open("wb") as file:
         return subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
 
 
 def wait_for(output: Path, pattern: str) -> str:
-    """All of the output, once this is in it."""
-    end = time.monotonic() + PATIENCE
+    """Wait until the pattern is in the output, and return all of it."""
+    end = time.monotonic() + MAX_WAIT_SECONDS
     while not re.search(pattern, text := output.read_text(), re.DOTALL):
         assert time.monotonic() < end, text
         time.sleep(0.02)
@@ -82,7 +83,7 @@ def line(marker: str) -> str:
     return f"train.py:{number}"
 
 
-def test_a_rank_on_the_other_machine_is_named_while_it_is_late_and_once_it_has_raised(
+def test_a_rank_on_another_node_is_named_while_it_is_late_and_after_it_has_raised(
     nodes: tuple[str, str], tmp_path: Path
 ) -> None:
     (tmp_path / "train.py").write_text(ONE_IS_LATE)
@@ -90,14 +91,14 @@ def test_a_rank_on_the_other_machine_is_named_while_it_is_late_and_once_it_has_r
     try:
         call = f"all_reduce #2 (comm 'world', 2 ranks, FLOAT32 x 4, {line('waits')})"
         never = re.escape(f"rank 1 never entered {call}")
-        said = wait_for(tmp_path / "0.log", f"{SPEAKS}[^\n]*\n[^\n]*{never}.*this rank's stack")
-        assert f"its main thread is in {line('late')} <module>" in said
-        assert "node-b" in said
+        output = wait_for(tmp_path / "0.log", f"{REPORT_PREFIX}[^\n]*\n[^\n]*{never}.*this rank's stack")
+        assert f"its main thread is in {line('late')} <module>" in output
+        assert "node-b" in output
         (tmp_path / "go on").touch()
-        said = wait_for(tmp_path / "0.log", "end of the error").partition("the error: ")[2]
-        assert f"rank 1 left by ValueError at {line('raises')}" in said and ": no such file" in said
-        assert [one.wait(PATIENCE) for one in launchers] == [1, 1]
+        error = wait_for(tmp_path / "0.log", "end of the error").partition("the error: ")[2]
+        assert f"rank 1 exited with ValueError at {line('raises')}" in error and ": no such file" in error
+        assert [launcher.wait(MAX_WAIT_SECONDS) for launcher in launchers] == [1, 1]
     finally:
-        for one in launchers:
-            one.kill()
-            one.wait()
+        for launcher in launchers:
+            launcher.kill()
+            launcher.wait()

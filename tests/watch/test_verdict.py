@@ -1,4 +1,4 @@
-"""The verdict names the rank, the call and the line that keep a job from going on, in its first sentence."""
+"""The first sentence of the verdict names the rank, the call and the line that block a job."""
 
 from __future__ import annotations
 
@@ -18,47 +18,47 @@ ABSENT = (3, 5, *range(7, 13))
 
 
 def elsewhere() -> list[ProcessRecord]:
-    """Three wait for rank 3, which waits in 'dp' for one that is late."""
+    """Three ranks wait for rank 3, which waits in 'dp' for a late rank."""
     third = process(3, comm(3, 4, [call(40)]), dp(0, call(7, state=INSIDE)), where="/m/l.py:3 item")
     return [*three_wait(), third, process(9, dp(1, call(6)))]
 
 
 def of_autograd() -> list[ProcessRecord]:
     records = three_wait()
-    for one in records:
-        one.comms[0].calls[-1].function = "AllReduce.backward"
-        one.comms[0].calls[-1].forward_site = "/home/me/model.py:70"
+    for record in records:
+        record.comms[0].calls[-1].function = "AllReduce.backward"
+        record.comms[0].calls[-1].forward_site = "/home/me/model.py:70"
     return records
 
 
 MISSING = {
-    "a rank never came": Case(
+    "a rank never entered the call": Case(
         [*three_wait(), behind(3, 4)],
         f"missing tp3: rank 3 never entered {WHERE}; 3 ranks have waited 12.3 s there.\n"
         "rank 3: process alive, last completed #40; its main thread is in data.py:41 next_batch",
         lines=["/home/me/data.py:41"],
     ),
-    "several are ranges": Case(
+    "several ranks are printed as ranges": Case(
         [behind(rank, 13) if rank in ABSENT else waiting(rank, 13) for rank in range(13)],
         "missing tp3 tp5 tp7 tp8 tp9 tp10 tp11 tp12: ranks 3, 5 and 7-12 never entered " + CALL.format(13),
     ),
     "no record": Case(
         three_wait(),
-        "missing tp3: nothing is known of rank 3 of comm 'tp': no record here (another machine, another "
-        f"PYNCCL_WATCH_DIR, or it has not come to init); 3 ranks have waited 12.3 s in {WHERE}.",
+        "missing tp3: no record of rank 3 of comm 'tp' (it has not entered init, runs on another node, or uses another "
+        f"PYNCCL_WATCH_DIR); 3 ranks have waited 12.3 s in {WHERE}.",
     ),
-    "who waits elsewhere is not to blame": Case(
-        elsewhere(), "missing dp1: rank 1 (rank 9 of the launch) never entered all_reduce #7 (comm 'dp'"
+    "a rank that waits elsewhere is not a culprit": Case(
+        elsewhere(), "missing dp1: rank 1 (global rank 9) never entered all_reduce #7 (comm 'dp'"
     ),
     "missing in two communicators": Case(
         [waiting(0, 2), process(1, comm(1, 2, [call(40)]), dp(1, call(6))), process(2, dp(0, call(7, state=INSIDE)))],
         "missing tp1: rank 1 never entered all_reduce #41",
-        "nor entered: all_reduce #7 of comm 'dp'",
+        "also not entered: all_reduce #7 of comm 'dp'",
     ),
-    "not come to init": Case(
+    "a rank not in init": Case(
         [in_init(0), in_init(1), in_init(2), process(3, where="/m/data.py:3 load")],
         "missing w3: rank 3 never entered init (comm 'world', 4 ranks, train.py:3); 3 ranks have waited 12.3 s there.\n"
-        "rank 3: process alive, has not come to the communicator's init; its main thread is in data.py:3 load",
+        "rank 3: process alive, has not entered the communicator's init; its main thread is in data.py:3 load",
     ),
     "autograd": Case(
         [*of_autograd(), behind(3, 4)],
@@ -68,14 +68,14 @@ MISSING = {
     "ranks of one process": Case(
         [process(-1, comm(0, 2, [call(41, state=INSIDE)]), comm(1, 2, [call(40)]))],
         "missing tp1: rank 1 never entered all_reduce #41",
-        "its process is inside as rank 0: calls of several ranks of one process go into a pynccl.group()",
+        "the same process is waiting there as rank 0: put calls of several ranks of one process into a pynccl.group()",
     ),
-    "an old line has its age": Case(
+    "an old line is printed with its age": Case(
         [*three_wait(), behind(3, 4, where_at=NOW - 12)],
         "missing tp3: rank 3 never entered",
         "last completed #40; its main thread was in data.py:41 next_batch, seen 12.0 s ago",
     ),
-    "not a line from before the newest call": Case(
+    "a line from before the newest call is not printed": Case(
         [
             *three_wait(),
             process(3, comm(3, 4, [call(40, age=20, site="/m/a.py:7")]), where="/m/o.py:1 f", where_at=NOW - 30),
@@ -84,25 +84,25 @@ MISSING = {
         "its last call was all_reduce #40 at a.py:7 20.0 s ago",
         lines=["/m/a.py:7"],
     ),
-    "all are there": Case(
+    "all ranks are in the call": Case(
         [waiting(rank, 4) for rank in range(4)],
-        f"stalled: ranks 0-3 in {WHERE}, not done after 12.3 s, and nobody is missing: the network between them, "
-        "a GPU, or the work before it on its stream.",
+        f"stalled: ranks 0-3 in {WHERE}, not done after 12.3 s, and no rank is missing: check the network between "
+        "them, the GPUs, and the work before it on its stream.",
     ),
-    "in what the others have completed": Case(
+    "a call that the others have completed": Case(
         [waiting(0, 3), *(process(rank, comm(rank, 3, [call(41)])) for rank in (1, 2))],
         f"stalled tp0: rank 0 in {CALL.format(3)}, model.py:88), not done after 12.3 s, which ranks 1 and 2 completed",
     ),
     "calm": Case([behind(rank, 4) for rank in range(4)], "running: no rank is stuck: 4 running, 0 finished."),
-    "no records": Case([], "empty: there are no records: no process has written any here"),
+    "no records": Case([], "empty: no records found here"),
 }
 
 
-# What has ended, or failed
+# Exits and failures
 
 LOST = "NcclRemoteError: no answer within the time-out"
 KILLED = {"state": DEAD, "end": "killed or crashed", "heartbeat": NOW - 1}
-NO_WORD = "rank 2's process 1002 was killed or crashed (no last word) 3.1 s ago at data.py:41 next_batch"
+NO_EXIT_RECORDED = "rank 2's process 1002 was killed or crashed (no exit recorded) 3.1 s ago at data.py:41 next_batch"
 
 
 def dead(rank: int, end: str, ago: float, size: int = 4, number: int = 40, **more: Any) -> ProcessRecord:
@@ -117,34 +117,38 @@ ENDED = {
     **{
         end or "no word": Case(
             [waiting(0, 4), waiting(1, 4), waiting(3, 4), dead(2, end, 3.1, end_site=site)],
-            f"dead tp2: {says}; 3 ranks have waited 12.3 s for it in {WHERE}.",
+            f"dead tp2: {message}; 3 ranks have waited 12.3 s for it in {WHERE}.",
         )
-        for end, site, says in (
-            ("ValueError: no such file", "/x/t.py:31", "rank 2 left by ValueError at t.py:31 3.1 s ago: no such file"),
-            ("KeyboardInterrupt", "/x/t.py:31", "rank 2 left by KeyboardInterrupt at t.py:31 3.1 s ago"),
-            ("killed or crashed", "", NO_WORD),
-            ("", "", NO_WORD),
+        for end, site, message in (
+            (
+                "ValueError: no such file",
+                "/x/t.py:31",
+                "rank 2 exited with ValueError at t.py:31 3.1 s ago: no such file",
+            ),
+            ("KeyboardInterrupt", "/x/t.py:31", "rank 2 exited with KeyboardInterrupt at t.py:31 3.1 s ago"),
+            ("killed or crashed", "", NO_EXIT_RECORDED),
+            ("", "", NO_EXIT_RECORDED),
             ("SIGTERM", "", "rank 2's process 1002 ended 3.1 s ago at data.py:41 next_batch: SIGTERM"),
             ("exit", "", "rank 2 exited by itself 3.1 s ago (the end of its program, or sys.exit)"),
         )
     },
-    "the first is to blame and errors about others are not": Case(
+    "the first exit is the culprit, errors about other ranks are not": Case(
         [dead(0, LOST, 9), dead(1, "RuntimeError: later", 3), dead(2, "ValueError: first", 5), waiting(3, 4)],
-        "dead tp2: rank 2 left by ValueError 5.0 s ago: first; rank 3 has waited",
-        "\nalso: rank 1 left by RuntimeError 3.0 s ago: later",
+        "dead tp2: rank 2 exited with ValueError 5.0 s ago: first; rank 3 has waited",
+        "\nalso: rank 1 exited with RuntimeError 3.0 s ago: later",
     ),
     "a job killed in a hang": Case(
         [*three_wait(**KILLED), behind(3, 4, **KILLED)],
         f"missing tp3: rank 3 never entered {WHERE}; 3 ranks have waited 11.3 s there.",
-        "process 1001 was killed or crashed (no last word) within the last 1.0 s inside all_reduce",
+        "process 1001 was killed or crashed (no exit recorded) within the last 1.0 s inside all_reduce",
         "last completed #40; its main thread was last in data.py:41 next_batch",
     ),
-    "all as they should": Case([dead(rank, "exit", 1) for rank in range(4)], "finished: all 4 ranks have finished."),
+    "all exited cleanly": Case([dead(rank, "exit", 1) for rank in range(4)], "finished: all 4 ranks have finished."),
     "stopped": Case(
         [*three_wait(), behind(3, 4, state=STOPPED)],
         "stopped tp3: rank 3's process 1003 is stopped (SIGSTOP, or a debugger): kill -CONT 1003 on host a; 3 ranks",
     ),
-    "a communicator that has ended on one rank": Case(
+    "a communicator destroyed on one rank": Case(
         [
             *three_wait(),
             process(3, comm(3, 4, [call(40)], ended="destroyed", ended_site="/home/me/t.py:9", ended_at=NOW - 4.2)),
@@ -153,7 +157,7 @@ ENDED = {
         f"3 ranks have waited 12.3 s in {WHERE}, which it never entered.",
         lines=["/home/me/t.py:9"],
     ),
-    "a call that failed keeps the others waiting": Case(
+    "a failed call keeps the others waiting": Case(
         [
             process(0, comm(0, 3, [call(40), failed("NcclSystemError: the link broke", 2, site="/m/t.py:3")])),
             waiting(1, 3),
@@ -166,9 +170,9 @@ ENDED = {
         [gave_up(0), behind(1, 2)],
         f"missing tp1: rank 1 never entered {CALL.format(2)}, a.py:30); rank 0 gave up after 5.0 s.",
     ),
-    "who gave up in what the others have completed": Case(
+    "a rank gave up in a call that the others have completed": Case(
         [waiting(0, 2, 42), gave_up(1, state=DEAD, end=LOST, end_site="/m/a.py:30")],
-        f"stalled tp1: rank 1 in {CALL.format(2)}, a.py:30), gave up after 5.0 s, which rank 0 completed: the network",
+        f"stalled tp1: rank 1 in {CALL.format(2)}, a.py:30), gave up after 5.0 s, which rank 0 completed: check",
         uid="u-tp",
     ),
 }
@@ -178,13 +182,13 @@ ALL = {**MISSING, **ENDED}
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_what_is_said(name: str) -> None:
+def test_the_verdict(name: str) -> None:
     ALL[name].check()
 
 
-def test_what_an_exception_of_one_rank_says_of_it_is_short_and_does_not_repeat_it() -> None:
+def test_the_verdict_in_an_exception_is_short_and_does_not_repeat_it() -> None:
     verdict = judge(elsewhere())
-    assert about(verdict, "u-tp", 0).startswith("rank 1 (rank 9 of the launch) never entered")
+    assert about(verdict, "u-tp", 0).startswith("rank 1 (global rank 9) never entered")
     assert json.loads(json.dumps(verdict.to_json()))["culprits"] == [["u-dp", 1]]
     own = failed("NcclInternalError: x", 2)
     alone = judge([process(0, comm(0, 2, [own])), process(1, comm(1, 2, [call(41)]))])
@@ -195,8 +199,8 @@ def test_what_an_exception_of_one_rank_says_of_it_is_short_and_does_not_repeat_i
     assert about(verdict, "u-tp", 0) == f"rank 1: recv from rank 0 at a.py:54 raised {wrong}"
 
 
-def test_times_are_said_in_two_units() -> None:
-    said = {
+def test_times_are_printed_in_two_units() -> None:
+    expected = {
         0.04: "0.0 s",
         99.9: "99.9 s",
         100: "1 min 40 s",
@@ -204,5 +208,5 @@ def test_times_are_said_in_two_units() -> None:
         3600: "1 h 0 min",
         11_100: "3 h 5 min",
     }
-    said |= {86_399: "23 h 59 min", 86_400: "1 day", 172_800: "2 days"}
-    assert {value: seconds(value) for value in said} == said
+    expected |= {86_399: "23 h 59 min", 86_400: "1 day", 172_800: "2 days"}
+    assert {value: seconds(value) for value in expected} == expected

@@ -1,4 +1,4 @@
-"""Ranks that make other calls than the others, or in another order, or messages that nobody takes: all are named."""
+"""Verdicts on mismatched calls, calls in different orders, and unmatched messages."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def issued(rank: int, tp_age: float, dp_age: float, **more: Any) -> ProcessRecor
     return process(rank, comm(rank, 2, [tp_call]), dp(rank, dp_call))
 
 
-def odd(one: CallRecord, size: int = 4) -> list[ProcessRecord]:
-    """All are in all_reduce #41 but the last rank."""
+def mismatched(last_call: CallRecord, size: int = 4) -> list[ProcessRecord]:
+    """All ranks except the last are in all_reduce #41. The last made `last_call`."""
     return [
         *(waiting(rank, size) for rank in range(size - 1)),
-        process(size - 1, comm(size - 1, size, [call(40), one])),
+        process(size - 1, comm(size - 1, size, [call(40), last_call])),
     ]
 
 
@@ -55,16 +55,16 @@ CALLS = {
         "comm 'dp' at b.py:2.",
         lines=["/m/b.py:2", "/m/a.py:1"],
     ),
-    "on streams, by the times of issue": Case(
+    "on streams, ordered by time of issue": Case(
         [issued(0, 9, 8), issued(1, 7, 8)],
         f"crossed dp1 tp0: {EACH_OTHER}rank 0 in all_reduce #5 of comm 'tp' at 0.py:5 before all_reduce #7 of "
         "comm 'dp' at 0.py:7, "
         "rank 1 in all_reduce #7 of comm 'dp' at 1.py:7 before all_reduce #5 of comm 'tp' at 1.py:5.",
     ),
-    "calls of one group have no order": Case(
+    "calls of one group are unordered": Case(
         [issued(0, 3, 2, group=4), issued(1, 1, 2, group=9)], "running: no rank is stuck: 2 running, 0 finished."
     ),
-    "other unique ids": Case(
+    "different unique ids": Case(
         [in_init(0), in_init(1), in_init(2), in_init(3, "u-x")],
         f"crossed w0 w1 w2 x3: {EACH_OTHER}ranks 0-2 in init of comm 'world' at train.py:3, rank 3 in init of ",
     ),
@@ -78,15 +78,15 @@ CALLS = {
     ),
     **{
         words: Case(
-            odd(call(41, **{"operation": "all_reduce", "state": state, "site": "/home/me/moe.py:95", **change})),
+            mismatched(call(41, **{"operation": "all_reduce", "state": state, "site": "/home/me/moe.py:95", **change})),
             f"mismatch tp3: rank 3 calls {words} at moe.py:95 as #41 (comm 'tp', 4 ranks), where the others call "
             f"{USUAL} at ",
             lines=["/home/me/moe.py:95"],
         )
         for change, state, words in CHANGES
     },
-    "of two both are named": Case(
-        odd(call(41, state=INSIDE, count=5, site="/home/me/b.py:9"), size=2),
+    "both of two ranks are named": Case(
+        mismatched(call(41, state=INSIDE, count=5, site="/home/me/b.py:9"), size=2),
         "mismatch tp0 tp1: the ranks disagree about call #41 (comm 'tp', 2 ranks): "
         f"rank 1 calls all_reduce(count=5, BFLOAT16, SUM) at b.py:9, rank 0 calls {USUAL} at model.py:88",
         lines=["/home/me/model.py:88", "/home/me/b.py:9"],
@@ -96,7 +96,7 @@ CALLS = {
         "unmatched tp2: rank 2 never called send to rank 1; rank 1 has waited 12.3 s in recv from rank 2",
         lines=["/m/x.py:4"],
     ),
-    "messages of other sizes": Case(
+    "messages of different sizes": Case(
         pair(message("send", 1, count=8, site="/m/pp.py:9")),
         "mismatch tp1 tp2: rank 2 sends BFLOAT16 x 8 at pp.py:9 to rank 1, which expects BFLOAT16 x 4 at pp.py:3 "
         "(comm 'tp').",
@@ -106,13 +106,13 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_what_is_said(name: str) -> None:
+def test_the_verdict(name: str) -> None:
     CALLS[name].check()
 
 
-def test_ranks_of_a_split_are_named_by_the_launch_too() -> None:
+def test_ranks_of_a_split_are_named_with_their_global_ranks() -> None:
     calls = [call(1, "reduce", INSIDE, op=op, count=4, dtype="FLOAT32") for op in ("MAX", "SUM", "SUM")]
-    child = [comm(rank, 3, [one], uid="u-s", name="s") for rank, one in enumerate(calls)]
-    verdict = judge([process(launched, one) for launched, one in zip((2, 0, 3), child, strict=True)])
-    assert verdict.sentence.startswith("rank 0 (rank 2 of the launch) calls reduce(count=4, FLOAT32, MAX) as #1")
-    assert "ranks 1 and 2 (ranks 0 and 3 of the launch) call reduce(count=4, FLOAT32, SUM)" in verdict.details
+    child = [comm(rank, 3, [record], uid="u-s", name="s") for rank, record in enumerate(calls)]
+    verdict = judge([process(global_rank, record) for global_rank, record in zip((2, 0, 3), child, strict=True)])
+    assert verdict.sentence.startswith("rank 0 (global rank 2) calls reduce(count=4, FLOAT32, MAX) as #1")
+    assert "ranks 1 and 2 (global ranks 0 and 3) call reduce(count=4, FLOAT32, SUM)" in verdict.details

@@ -1,6 +1,6 @@
-"""Real ranks whose messages, streams and splits do not fit: whom the errors of all name, and the report as well.
+"""Real ranks with mismatched messages and splits: all errors, and the report, name the same ranks.
 
-What is said of which records is tested in test_verdict.py and test_verdict_of_calls.py."""
+test_verdict.py and test_verdict_of_calls.py test the verdicts on given records."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ x, y = torch.ones(4), torch.empty(4)
 comm.all_reduce(x)
 """
 
-# Name -> (program, what its errors say). {a}, {b}: the lines with these marks.
+# Name -> (program, text of its errors). {a}, {b}: the lines with these markers.
 CASES = {
     "a send is left out": (
         """
@@ -44,7 +44,7 @@ if R == 2: child.send(x, 1)  # a
 if R == 1: child.recv(torch.empty(9), 0)  # b
 comm.barrier()
 """,
-        "rank 0 (rank 2 of the launch) sends FLOAT32 x 4 at {a} to rank 1, "
+        "rank 0 (global rank 2) sends FLOAT32 x 4 at {a} to rank 1, "
         "which expects FLOAT32 x 9 at {b} (comm 'world.split1-0').",
     ),
 }
@@ -61,13 +61,13 @@ def server() -> Iterator[fault_ranks.Server]:
 def test_all_errors_and_the_report_name_both_ranks(server: fault_ranks.Server, tmp_path: Path, case: str) -> None:
     source = HEAD + CASES[case][0]
     lines = [(number, line) for number, line in enumerate(source.splitlines(), 1) if line[-3:-1] == "# "]
-    said = CASES[case][1].format(**{line[-1]: f"program.py:{number}" for number, line in lines})
+    expected = CASES[case][1].format(**{line[-1]: f"program.py:{number}" for number, line in lines})
     ended = fault_ranks.run(Program(0, 3, "environment", Fault("none"), source), tmp_path, server, None)
     failed = [rank for rank in ended.ranks if rank.status]
     assert failed and not ended.hung
     for rank in failed:
         lines_of = rank.err.splitlines()
         assert last_error(rank.err).startswith("pynccl.Nccl"), rank.err
-        assert lines_of[lines_of.index(last_error(rank.err)) + 1].strip().startswith(said), rank.err
+        assert lines_of[lines_of.index(last_error(rank.err)) + 1].strip().startswith(expected), rank.err
     job, _, _ = jobs.find([str(tmp_path / "watch" / "a")], None)
-    assert judge(job.processes).sentence.replace("all 3 processes have ended: ", "").startswith(said)
+    assert judge(job.processes).sentence.replace("all 3 processes have ended: ", "").startswith(expected)

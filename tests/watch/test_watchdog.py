@@ -1,4 +1,4 @@
-"""The watchdog on real ranks: who waits is told, on stderr, who is missing and at which line; and the wait can end."""
+"""The watchdog on real ranks: waiting ranks report the missing rank and its line on stderr, and can abort the wait."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import hanging
 import pytest
 import torch
-from hanging import all_reduce, elsewhere, group, on_a_stream, place_of, recv, said, split, standard_error
+from hanging import all_reduce, elsewhere, group, on_a_stream, place_of, recv, split, standard_error, stderr_of
 from ranks import HOST, RankPool
 
 TIMEOUT = {"PYNCCL_WATCH_TIMEOUT": "0.5"}
@@ -22,7 +22,7 @@ TIMEOUT = {"PYNCCL_WATCH_TIMEOUT": "0.5"}
 
 @pytest.fixture(scope="module")
 def watched() -> Iterator[RankPool]:
-    """Ranks whose watchdogs speak soon."""
+    """Ranks whose watchdogs report soon."""
     pool = RankPool({**HOST, **TIMEOUT})
     yield pool
     pool.close()
@@ -40,7 +40,7 @@ FOLDER: list[str] = []
 
 
 def late(comm: Any) -> None:
-    """Rank 1 goes on once rank 0's watchdog has spoken; rank 0 goes on once it waits for that."""
+    """Rank 1 continues once rank 0's watchdog has reported. Rank 0 continues once rank 1 waits for that."""
     there = Path(FOLDER[-1], "there")
     if comm.rank == 0:
         while not there.exists():
@@ -51,9 +51,9 @@ def late(comm: Any) -> None:
 
 
 def waits(comm: Any, folder: str, names: list[str]) -> dict[str, str]:
-    """Rank 1 comes late to these calls, which are made by both; what this rank's watchdog has said meanwhile."""
+    """Both ranks make these calls, rank 1 late. Return what this rank's watchdog has reported meanwhile."""
     import pynccl
-    import pynccl_autograd  # noqa: F401  takes longer than the watchdog's patience
+    import pynccl_autograd  # noqa: F401  takes longer than the watchdog's timeout
 
     bodies = [body for body in EXPECTED if body.__name__ in names]
     for body in bodies:
@@ -61,13 +61,13 @@ def waits(comm: Any, folder: str, names: list[str]) -> dict[str, str]:
         os.makedirs(FOLDER[-1], exist_ok=True)
         own = comm.split(0, config=pynccl.CommConfig(comm_name="mine"))
         for _ in range(2):
-            own.all_reduce(torch.ones(2))  # on a busy machine this may take longer than the watchdog's patience
+            own.all_reduce(torch.ones(2))  # on a busy machine this may take longer than the watchdog's timeout
         with standard_error(FOLDER[-1], comm.rank):
             if body is not backward:
                 late(own)
             body(own)
         own.destroy()
-    return {body.__name__: said(f"{folder}/{body.__name__}", comm.rank) for body in bodies}
+    return {body.__name__: stderr_of(f"{folder}/{body.__name__}", comm.rank) for body in bodies}
 
 
 FLOATS = "FLOAT32 x 4"
@@ -83,17 +83,17 @@ EXPECTED = {
 }
 
 
-def test_who_waits_is_told_who_is_missing_and_where(watched: RankPool, tmp_path: Path) -> None:
-    asked = f"its main thread is in {place_of('elsewhere')} elsewhere"
-    told: dict[str, str] = {}
-    for attempt in range(5):  # on a busy machine, who is asked where it is may answer too late
-        names = [body.__name__ for body in EXPECTED if asked not in told.get(body.__name__, "")]
-        told.update(watched.run(2, waits, str(tmp_path / str(attempt)), names)[0])
-        if all(asked in text for text in told.values()):
+def test_a_waiting_rank_reports_the_missing_rank_and_its_line(watched: RankPool, tmp_path: Path) -> None:
+    position = f"its main thread is in {place_of('elsewhere')} elsewhere"
+    reports: dict[str, str] = {}
+    for attempt in range(5):  # on a busy machine, the late rank may answer the request for its stack too late
+        names = [body.__name__ for body in EXPECTED if position not in reports.get(body.__name__, "")]
+        reports.update(watched.run(2, waits, str(tmp_path / str(attempt)), names)[0])
+        if all(position in text for text in reports.values()):
             break
     for body, expected in EXPECTED.items():
-        text, name = told[body.__name__], body.__name__
-        assert text.count(expected) == 1 and asked in text, (name, text)
+        text, name = reports[body.__name__], body.__name__
+        assert text.count(expected) == 1 and position in text, (name, text)
         here = __file__ if body is backward else hanging.__file__
         assert place_of("forward" if body is backward else name, here) in text.partition("this rank's stack")[0], name
         assert re.search(rf"/{Path(here).name}:\d+ {name}\n", text), name  # in the stack
@@ -102,21 +102,21 @@ def test_who_waits_is_told_who_is_missing_and_where(watched: RankPool, tmp_path:
 def stopped(comm: Any, folder: str) -> tuple[int, str]:
     pids = comm.all_gather(torch.tensor([os.getpid()])).tolist()
 
-    def go_on() -> None:
+    def resume() -> None:
         elsewhere(folder)
         os.kill(pids[1], signal.SIGCONT)
 
     comm.barrier()
     with standard_error(folder, comm.rank):
         if comm.rank == 0:
-            threading.Thread(target=go_on).start()
+            threading.Thread(target=resume).start()
         else:
             os.kill(os.getpid(), signal.SIGSTOP)
         comm.all_reduce(torch.ones(4))
-    return os.getpid(), said(folder, comm.rank)
+    return os.getpid(), stderr_of(folder, comm.rank)
 
 
-def test_a_stopped_rank_is_named_and_the_job_goes_on_with_it_and_ends_well(tmp_path: Path) -> None:
+def test_a_stopped_rank_is_named_and_the_job_continues_once_it_resumes(tmp_path: Path) -> None:
     folder = tmp_path / "watch"
     pool = RankPool({**HOST, **TIMEOUT, "PYNCCL_WATCH_DIR": str(folder)})
     (_, text), (pid, _) = pool.run(2, stopped, str(tmp_path))
@@ -126,18 +126,18 @@ def test_a_stopped_rank_is_named_and_the_job_goes_on_with_it_and_ends_well(tmp_p
     assert text.count(f"rank 1's process {pid} is stopped (SIGSTOP, or a debugger): kill -CONT {pid}") == 1
 
 
-# Waits that end
+# Waits that the watchdog aborts
 
 
 def raises(place: Any, folder: str) -> None:
-    """A rank waits in vain, twice, while another communicator lives on."""
+    """A rank waits in vain, twice, while another communicator stays usable."""
     import pynccl
 
     for body in (all_reduce, on_a_stream):
-        own = f"{folder}/{body.__name__}"
-        os.makedirs(own)
+        body_folder = f"{folder}/{body.__name__}"
+        os.makedirs(body_folder)
         sentence = f"rank 1 never entered all_reduce #1 (comm 'world', 2 ranks, {FLOATS}, {place_of(body.__name__)})"
-        with standard_error(own, 0):
+        with standard_error(body_folder, 0):
             other = pynccl.Communicator.init_all(1)[0]
             comms = pynccl.Communicator.init_all(2)
             for _ in range(2):
@@ -145,11 +145,11 @@ def raises(place: Any, folder: str) -> None:
                     body(comms[0])
             assert other.all_reduce(torch.ones(1)).item() == 1
             pynccl.abort(comms)
-        assert sentence in said(own, 0)
-        assert "the communicator is aborted (PYNCCL_WATCH_ACTION=raise)" in said(own, 0)
+        assert sentence in stderr_of(body_folder, 0)
+        assert "the communicator is aborted (PYNCCL_WATCH_ACTION=raise)" in stderr_of(body_folder, 0)
 
 
-def test_the_blocked_call_raises_if_asked_to(tmp_path: Path) -> None:
+def test_the_blocked_call_raises_with_watch_action_raise(tmp_path: Path) -> None:
     pool = RankPool({**HOST, **TIMEOUT, "PYNCCL_WATCH_ACTION": "raise"}, communicators=False)
     pool.run(1, raises, str(tmp_path))
     pool.close()

@@ -1,5 +1,5 @@
-"""What the flight recorder cannot have - room, a folder, a descriptor - it does without, with one warning: the job goes
-on and its results are right, and a process that waits still hears of one that fails."""
+"""Without disk space or a usable folder, the flight recorder warns once and uses memory only: the job continues with
+right results, and a waiting process still learns that another one failed."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from pynccl.watch import layout, recorder
 from pynccl.watch.reader import read_file
 from pynccl.watch.track import Identity, Track, uid_of
 
-WARNING = "the flight recorder goes on in memory alone"
+WARNING = "the flight recorder uses memory only"
 
-# Ten splits, each with a result that is compared, where files may have 1 MiB; then rank 1 fails.
+# Ten splits with checked results, while files may have at most 1 MiB; then rank 1 fails.
 PROGRAM = """
 import os, resource, sys
 import torch
@@ -37,50 +37,52 @@ comm.barrier()
 """
 
 
-def test_a_job_goes_on_without_room_and_hears_of_an_error_all_the_same(tmp_path: Path) -> None:
+def test_a_job_continues_without_disk_space_and_still_reports_an_error(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     variables = {"PYNCCL_LIBRARY": "host", "PYNCCL_WATCH_DIR": str(tmp_path / "watch")}
     with Forks() as forks:
         ended = forks.run((str(tmp_path / "program.py"),), 2, tmp_path, variables)
-    for one in ended:
-        assert (one.code, one.out) == (1, "done\n"), one.err
-        assert one.err.count(WARNING) == 1, one.err
-        assert str(tmp_path / "watch") in one.err and "PYNCCL_WATCH_DIR" in one.err, one.err
+    for rank in ended:
+        assert (rank.code, rank.out) == (1, "done\n"), rank.err
+        assert rank.err.count(WARNING) == 1, rank.err
+        assert str(tmp_path / "watch") in rank.err and "PYNCCL_WATCH_DIR" in rank.err, rank.err
     waiting, failed = ended
     assert "ValueError: no such file" in failed.err
-    assert "NcclRemoteError" in waiting.err and "rank 1 left by ValueError at program.py:" in waiting.err, waiting.err
+    assert "NcclRemoteError" in waiting.err and "rank 1 exited with ValueError at program.py:" in waiting.err, (
+        waiting.err
+    )
 
 
-def track(own: recorder.Recorder) -> Track:
-    """With one call that was recorded."""
-    made = Track(own, Identity(uid_of(), "tp", ""), 1, 4)
-    made.leave(made.enter("all_reduce", (0, 0, 4, 7, 0)))
-    assert made.head == 1
-    return made
+def record_call(own: recorder.Recorder) -> Track:
+    """Return a track with one recorded call."""
+    track = Track(own, Identity(uid_of(), "tp", ""), 1, 4)
+    track.leave(track.enter("all_reduce", (0, 0, 4, 7, 0)))
+    assert track.head == 1
+    return track
 
 
-def no_room(*_: object) -> None:
+def raise_disk_full(*_: object) -> None:
     raise OSError(28, "No space left on device")
 
 
 @pytest.mark.parametrize("path", ["/proc/nowhere", "/etc/hostname", "/dev/null/x"])
-def test_a_folder_that_cannot_be_had(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unusable_folder_warns_once(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYNCCL_WATCH_DIR", path)
-    with pytest.warns(RuntimeWarning, match=f"(?s){re.escape(path)}.*{WARNING}.*PYNCCL_WATCH_DIR") as said:
+    with pytest.warns(RuntimeWarning, match=f"(?s){re.escape(path)}.*{WARNING}.*PYNCCL_WATCH_DIR") as warned:
         own = recorder.Recorder()
-    assert len(said) == 1 and own.path == ""
-    track(own)
+    assert len(warned) == 1 and own.path == ""
+    record_call(own)
 
 
-def test_what_was_made_before_stays_in_the_file_and_later_ones_return_to_it(
+def test_recording_returns_to_the_file_once_there_is_space(
     own: recorder.Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    track(own)
-    with monkeypatch.context() as patch, pytest.warns(RuntimeWarning, match=re.escape(own.path)) as said:
-        patch.setattr(os, "posix_fallocate", no_room)
+    record_call(own)
+    with monkeypatch.context() as patch, pytest.warns(RuntimeWarning, match=re.escape(own.path)) as warned:
+        patch.setattr(os, "posix_fallocate", raise_disk_full)
         for _ in range(3):
-            track(own)
-    assert len(said) == 1
-    track(own)
+            record_call(own)
+    assert len(warned) == 1
+    record_call(own)
     assert len(read_file(own.path).comms) == 2
     assert os.path.getsize(own.path) == layout.REGIONS_AT + 2 * layout.REGION_BYTES

@@ -1,4 +1,4 @@
-"""Records of jobs, made by hand or by playing programs: what the verdict's tests judge."""
+"""Records of jobs for the tests of verdicts, written by hand or by simulating programs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NOW = 1_000_000.0
 def call(
     number: int, operation: str = "all_reduce", state: str = COMPLETED, age: float = 12.3, **more: Any
 ) -> CallRecord:
-    """One call, issued `age` seconds ago."""
+    """Return a call issued `age` seconds ago."""
     values: dict[str, Any] = {"entry": number, "issued": NOW - age, "state": state}
     if operation in ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "send", "recv"):
         values |= {"count": 33_554_432, "dtype": "BFLOAT16"}
@@ -27,18 +27,20 @@ def call(
 
 
 def failed(error: str, returned: float, number: int = 41, operation: str = "all_reduce", **more: Any) -> CallRecord:
-    """A call that raised so many seconds ago."""
+    """Return a call that raised `returned` seconds ago."""
     return call(number, operation, FAILED, error=error, returned=NOW - returned, **more)
 
 
 def comm(
     rank: int, size: int, calls: Sequence[CallRecord] = (), uid: str = "u-tp", name: str = "tp", **more: Any
 ) -> CommRecord:
-    numbered = [one for one in calls if one.number > 0]
-    entered = max((one.number for one in numbered), default=0)
-    pending = [one.number for one in numbered if one.state in (INSIDE, ISSUED)]
+    numbered = [record for record in calls if record.number > 0]
+    entered = max((record.number for record in numbered), default=0)
+    pending = [record.number for record in numbered if record.state in (INSIDE, ISSUED)]
     completed = (
-        min(pending) - 1 if pending else max((one.number for one in numbered if one.state == COMPLETED), default=0)
+        min(pending) - 1
+        if pending
+        else max((record.number for record in numbered if record.state == COMPLETED), default=0)
     )
     values: dict[str, Any] = {"entered": entered, "completed": completed, **more}
     return CommRecord(uid, name, rank, size, calls=list(calls), **values)
@@ -50,13 +52,13 @@ def process(rank: int, *comms: CommRecord, **more: Any) -> ProcessRecord:
 
 
 def waiting(rank: int, size: int, number: int = 41, **more: Any) -> ProcessRecord:
-    """A rank inside collective `number` of 'tp'."""
+    """Return a rank inside collective `number` of 'tp'."""
     site = more.pop("site", "/home/me/model.py:88")
     return process(rank, comm(rank, size, [call(number - 1, age=20), call(number, state=INSIDE, site=site)]), **more)
 
 
 def behind(rank: int, size: int, number: int = 40, **more: Any) -> ProcessRecord:
-    """A rank whose last collective call of 'tp', `number`, has completed."""
+    """Return a rank whose last collective of 'tp', `number`, has completed."""
     where = more.pop("where", "/home/me/data.py:41 next_batch")
     return process(rank, comm(rank, size, [call(number, age=20)]), where=where, **more)
 
@@ -78,38 +80,44 @@ def ring(size: int) -> list[ProcessRecord]:
 
 
 def three_wait(**more: Any) -> list[ProcessRecord]:
-    """Three of four ranks, which are inside all_reduce #41 of 'tp'."""
+    """Return three of four ranks, which are inside all_reduce #41 of 'tp'."""
     return [waiting(rank, 4, **more) for rank in range(3)]
 
 
 class Case:
-    """Records, and what is said of them.
+    """Records and the expected verdict.
 
-    said   kind, culprits, and with what the text begins: "missing tp3 dp0: ranks ..." blames rank 3 of 'tp' and rank 0
-           of 'dp'; also: what else is in the text
-    lines  the lines of code to blame; None: not compared
-    more   for judge()"""
+    expected  kind, culprits and the beginning of the text: "missing tp3 dp0: ranks ..." names rank 3 of 'tp' and rank 0
+              of 'dp'
+    also      other texts that must occur
+    lines     the culprits' lines of code; None: not compared
+    more      passed to judge()"""
 
     def __init__(
-        self, records: Sequence[ProcessRecord], said: str, *also: str, lines: Sequence[str] | None = None, **more: Any
+        self,
+        records: Sequence[ProcessRecord],
+        expected: str,
+        *also: str,
+        lines: Sequence[str] | None = None,
+        **more: Any,
     ) -> None:
-        self.records, self.said, self.also, self.lines, self.more = [*records], said, also, lines, more
+        self.records, self.expected, self.also, self.lines, self.more = [*records], expected, also, lines, more
 
     def check(self) -> None:
         verdict = judge(self.records, **self.more)
         text = render(verdict)
-        head, _, says = self.said.partition(": ")
-        kind, *who = head.split()
-        assert text.startswith(says), text
-        blamed = [f"{uid.removeprefix('u-')}{rank}" for uid, rank in verdict.culprits]
-        assert (verdict.kind, sorted(blamed)) == (kind, sorted(who)), text
+        head, _, beginning = self.expected.partition(": ")
+        kind, *culprits = head.split()
+        assert text.startswith(beginning), text
+        named = [f"{uid.removeprefix('u-')}{rank}" for uid, rank in verdict.culprits]
+        assert (verdict.kind, sorted(named)) == (kind, sorted(culprits)), text
         for part in self.also:
             assert part in text, text
         assert self.lines is None or sorted(verdict.lines) == sorted(self.lines), verdict.lines
 
 
 @dataclass
-class Do:
+class ProgramStep:
     """One step of a program: a collective of a communicator."""
 
     comm: str
@@ -119,31 +127,31 @@ class Do:
 
 
 @dataclass
-class Played:
-    """A job of several ranks that run programs, each rank up to `ahead` calls ahead of what has completed.
+class SimulatedJob:
+    """A simulated job of several ranks that run programs. Each rank may issue up to `ahead` calls before they complete.
 
-    A collective completes once all ranks of its communicator have issued the same call of that number as the oldest
-    one of their stream, as NCCL has it; what has not completed when nothing moves any more is a hang."""
+    As in NCCL, a collective completes once all ranks of its communicator have issued the same call, with the same
+    number, as the oldest pending call of their stream. Calls still pending when no rank can progress hang."""
 
     comms: dict[str, list[int]]
-    programs: list[list[Do]]
+    programs: list[list[ProgramStep]]
     ahead: int = 1
-    halted: dict[int, int] = field(default_factory=dict)  # rank -> the step that it never comes to
-    issued: list[list[tuple[Do, int, float]]] = field(default_factory=list)  # of each rank: step, number, time
+    halted: dict[int, int] = field(default_factory=dict)  # rank -> the step that it never reaches
+    issued: list[list[tuple[ProgramStep, int, float]]] = field(default_factory=list)  # per rank: step, number, time
     done: list[int] = field(default_factory=list)
 
     def play(self) -> bool:
-        """Run until nothing moves. Whether all ranks came to the end of their programs."""
+        """Run until no rank can progress. Return whether all ranks finished their programs."""
         size = len(self.programs)
         self.issued, self.done = [[] for _ in range(size)], [0] * size
-        clock, moved = NOW - 500.0, True
-        while moved:
-            moved = False
+        clock, progressed = NOW - 500.0, True
+        while progressed:
+            progressed = False
             for rank in range(size):
                 clock += 0.01
-                moved |= self._issue(rank, clock)
+                progressed |= self._issue(rank, clock)
             for rank in range(size):
-                moved |= self._complete(rank)
+                progressed |= self._complete(rank)
         return all(self.done[rank] == len(program) for rank, program in enumerate(self.programs))
 
     def _issue(self, rank: int, clock: float) -> bool:
@@ -155,22 +163,22 @@ class Played:
         self.issued[rank].append((step, number, clock))
         return True
 
-    def _head(self, rank: int) -> tuple[Do, int] | None:
+    def _head(self, rank: int) -> tuple[ProgramStep, int] | None:
         if self.done[rank] >= len(self.issued[rank]):
             return None
         step, number, _ = self.issued[rank][self.done[rank]]
         return step, number
 
     def _complete(self, rank: int) -> bool:
-        mine = self._head(rank)
-        if mine is None:
+        own = self._head(rank)
+        if own is None:
             return False
-        ranks = self.comms[mine[0].comm]
+        ranks = self.comms[own[0].comm]
         heads = [self._head(other) for other in ranks]
         same = all(
             head is not None
             and (head[0].comm, head[0].operation, head[0].count, head[1])
-            == (mine[0].comm, mine[0].operation, mine[0].count, mine[1])
+            == (own[0].comm, own[0].operation, own[0].count, own[1])
             for head in heads
         )
         for other in ranks if same else ():
@@ -189,8 +197,8 @@ class Played:
             for index, (step, number, when) in enumerate(self.issued[rank]):
                 if step.comm != name:
                     continue
-                waits = INSIDE if self.ahead == 1 else ISSUED
-                state = COMPLETED if index < self.done[rank] else waits
+                pending = INSIDE if self.ahead == 1 else ISSUED
+                state = COMPLETED if index < self.done[rank] else pending
                 more = {"count": step.count, "site": f"/job/train.py:{step.line}"}
                 calls.append(call(number, step.operation, state, issued=when, **more))
             comms.append(comm(ranks.index(rank), len(ranks), calls[-32:], uid=f"u-{name}", name=name))

@@ -1,4 +1,4 @@
-"""`python -m pynccl doctor`: which libnccl this environment uses, what is wrong with it, and how to mend that."""
+"""`python -m pynccl doctor`: print which libnccl this environment uses, what is wrong with it, and how to fix it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the findings. The exit code is 1 if there is a problem."""
+    """Print the findings. Return exit code 1 if there is a problem."""
     found = examine()
     wrong = problems(found)
     if arguments.json:
@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _render(found: Findings, wrong: list[Problem]) -> str:
-    """One label per topic, problems at the end, each with its fix."""
+    """Return the report: one label per topic, then the problems, each with its fix."""
     rows = {
         "library": _library(found.library),
         "torch": [_torch(found.torch)],
@@ -55,7 +55,7 @@ def _render(found: Findings, wrong: list[Problem]) -> str:
             lines += _wrapped("" if at else label, text)
     for number, problem in enumerate(wrong, 1):
         lines += ["", *_wrapped(f"problem {number}", problem.text)]
-        if problem.is_command:  # it is there to be copied: it may be long, and breaks only where the shell allows it
+        if problem.is_command:  # users copy it, so break long lines only with the shell's line continuation
             command = problem.fix.replace(" && ", " && \\\n" + " " * (_LABEL + 5))
             lines += [" " * _LABEL + f"fix: {command}"]
         else:
@@ -69,8 +69,8 @@ def _library(library: dict[str, Any]) -> list[str]:
         return ["none", *library["error"].splitlines(), because]
     if library["is_host"]:
         return [f"the host library, on CPU memory, with the interface of NCCL {library['version']}", because]
-    what = f"NCCL {library['version']}" + (f" for CUDA {library['cuda']}" if library["cuda"] else "")
-    return [what, library["path"], f"found by: {library['origin']}", because]
+    version = f"NCCL {library['version']}" + (f" for CUDA {library['cuda']}" if library["cuda"] else "")
+    return [version, library["path"], f"found by: {library['origin']}", because]
 
 
 def _torch(torch: dict[str, Any] | None) -> str:
@@ -84,14 +84,14 @@ def _torch(torch: dict[str, Any] | None) -> str:
 
 
 def _driver(driver: dict[str, Any]) -> list[str]:
-    lines = [f"runs CUDA up to {driver['cuda']}"] if driver["cuda"] else []
+    lines = [f"supports CUDA up to {driver['cuda']}"] if driver["cuda"] else []
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     usable = f"{driver['usable']} usable GPUs" + (f" with CUDA_VISIBLE_DEVICES={hidden}" if hidden is not None else "")
     return [*lines, driver["problem"] or usable]
 
 
 def _wrapped(label: str, text: str) -> list[str]:
-    """Lines of 100 columns; paths are there to be copied, and not broken."""
+    """Wrap text at 100 columns without breaking paths, so that they can be copied."""
     first, rest = label.ljust(_LABEL), " " * (_LABEL + 2)
     return textwrap.wrap(
         text, 100, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False

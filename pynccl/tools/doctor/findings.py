@@ -1,6 +1,6 @@
-"""What the doctor looks at. Nothing here creates a CUDA context or a communicator.
+"""Collect the doctor's findings, without creating a CUDA context or a communicator.
 
-Each finding copes with what it looks for being absent or broken; what is wrong about it is judged in problems.py.
+Every finding tolerates missing or broken packages, files and drivers. problems.py decides what is wrong.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ _VERSION_TEXT = re.compile(rb"[NR]CCL version (\d+\.\d+\.\d+)\+(?:cuda|hip)(\d+\
 
 @dataclass(frozen=True)
 class LibraryFile:
-    """A libnccl on disk. `version` and `cuda` (the CUDA it was built for) are None where the file does not say."""
+    """A libnccl on disk. `version` and `cuda` (the CUDA version it was built for) are None if the file lacks them."""
 
     path: str
     version: str | None = None
     cuda: str | None = None
 
     @property
-    def what(self) -> str:
+    def description(self) -> str:
         return f"NCCL {self.version or 'of unknown version'}" + (f" for CUDA {self.cuda}" if self.cuda else "")
 
     def __str__(self) -> str:
-        return f"{self.what} in {self.path}"
+        return f"{self.description} in {self.path}"
 
 
 @dataclass(frozen=True)
 class Wheel:
-    """An installed nvidia-nccl wheel. state: of its file, "intact", "replaced" by another one, or "missing"."""
+    """An installed nvidia-nccl wheel. state: "intact", "replaced" (another file is in its place) or "missing"."""
 
     name: str
     version: str
@@ -63,19 +63,19 @@ class Wheel:
 
 @dataclass(frozen=True)
 class Findings:
-    """What --json prints, but for the problems."""
+    """The output of --json, without the problems."""
 
-    versions: dict[str, str | None]  # of packages, None for those that are not installed
-    library: dict[str, Any]  # what `pynccl.load()` gives here, and why; "error" where it gives none
+    versions: dict[str, str | None]  # of packages; None: not installed
+    library: dict[str, Any]  # the result of `pynccl.load()` and the reason for it; "error" if it raises
     torch: dict[str, Any] | None  # None: not installed
     wheels: list[Wheel]
-    mapped: list[LibraryFile]  # the libncclls of this process
-    driver: dict[str, Any]  # "usable" GPUs, why there is none ("problem"), and the latest CUDA that it runs
+    mapped: list[LibraryFile]  # the libnccl files mapped into this process
+    driver: dict[str, Any]  # number of "usable" GPUs, "problem" if there is none, latest "cuda" version it supports
     settings: dict[str, str]  # NCCL_* and PYNCCL_* variables
 
 
 def examine() -> Findings:
-    """All findings. torch comes first, as in a training script, so that pynccl meets the copy that torch has loaded."""
+    """Collect all findings. Import torch first, as a training script does, so that pynccl finds torch's libnccl."""
     torch, library = _torch(), _library()
     versions: dict[str, str | None] = {"python": platform.python_version(), "pynccl": __version__}
     return Findings(
@@ -91,7 +91,7 @@ def examine() -> Findings:
 
 @functools.cache
 def identify(path: str) -> LibraryFile:
-    """Version and CUDA by the text within the file: it is not loaded."""
+    """Read the NCCL and CUDA versions from the text inside the file, without loading it."""
     try:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             found = _VERSION_TEXT.search(content)
@@ -102,7 +102,7 @@ def identify(path: str) -> LibraryFile:
 
 
 def _version(name: str) -> str | None:
-    """By the metadata, so also of packages that cannot be imported."""
+    """Return a package's version from its metadata, which works even if it cannot be imported."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -110,7 +110,7 @@ def _version(name: str) -> str | None:
 
 
 def _torch() -> dict[str, Any] | None:
-    """Imports torch, if it is installed: what a broken one says is a finding, too."""
+    """Import torch if it is installed, and record its versions or its import error."""
     if importlib.util.find_spec("torch") is None:
         return None
     found: dict[str, Any] = dict.fromkeys(("version", "cuda", "built_with_nccl", "error"))
@@ -121,20 +121,22 @@ def _torch() -> dict[str, Any] | None:
     except Exception as broken:
         found["error"] = f"{type(broken).__name__}: {broken}"
     if not found["error"]:
-        with contextlib.suppress(AttributeError, RuntimeError):  # a build for CPUs lacks the function
+        with contextlib.suppress(AttributeError, RuntimeError):  # CPU builds lack the function
             found["built_with_nccl"] = _dotted(torch.cuda.nccl.version())
     return found
 
 
 def _library() -> dict[str, Any]:
-    """The library that every call of pynccl goes to in this environment, and why it is that one."""
-    asked, usable = os.environ.get("PYNCCL_LIBRARY") or None, gpu_count()
-    because = f"PYNCCL_LIBRARY={asked}" if asked else gpu_problem() or f"{usable} usable GPU{'s' * (usable > 1)}"
+    """Return the library that pynccl uses in this environment and why it was chosen."""
+    requested, usable = os.environ.get("PYNCCL_LIBRARY") or None, gpu_count()
+    because = (
+        f"PYNCCL_LIBRARY={requested}" if requested else gpu_problem() or f"{usable} usable GPU{'s' * (usable > 1)}"
+    )
     found: dict[str, Any] = dict.fromkeys(("asked", "because", "path", "origin", "version", "cuda", "is_host", "error"))
-    found |= {"asked": asked, "because": because, "is_host": False}
+    found |= {"asked": requested, "because": because, "is_host": False}
     try:
         library = load()
-    except Exception as error:  # whatever a file that is no libnccl comes up with
+    except Exception as error:  # a file that is not a libnccl can raise anything
         return found | {"error": str(error) or type(error).__name__}
     cuda = None if library.is_host else identify(library.path).cuda
     found |= {"path": library.path, "origin": library.origin, "version": _dotted(library.version)}
@@ -142,10 +144,10 @@ def _library() -> dict[str, Any]:
 
 
 def _installed_wheels() -> list[Wheel]:
-    """The nvidia-nccl wheels that Python's metadata knows, each compared with the file on disk.
+    """Return the installed nvidia-nccl wheels, each compared with its file on disk.
 
-    nvidia-nccl-cu12 and nvidia-nccl-cu13 both write nvidia/nccl/lib/libnccl.so.2. The one installed last wins without a
-    word, and uninstalling either deletes the file. `pip check` sees nothing of it; the hashes in the wheels' RECORD do.
+    nvidia-nccl-cu12 and nvidia-nccl-cu13 both write nvidia/nccl/lib/libnccl.so.2. The wheel installed last silently
+    overwrites the file, and uninstalling either deletes it. `pip check` misses this; the hashes in RECORD reveal it.
     """
     found: dict[tuple[str, str], Wheel] = {}
     for distribution in metadata.distributions():
@@ -155,7 +157,7 @@ def _installed_wheels() -> list[Wheel]:
             recorded = next((file.hash for file in distribution.files or () if str(file) == FILE_IN_WHEEL), None)
             installer = (distribution.read_text("INSTALLER") or "pip").strip()
             wheel = Wheel(name, distribution.version, identify(path), _state(path, recorded), installer)
-            found.setdefault((name, path), wheel)  # a folder may be on sys.path twice; the first one counts
+            found.setdefault((name, path), wheel)  # a folder can be on sys.path twice; keep the first entry
     return [found[key] for key in sorted(found)]
 
 
@@ -169,7 +171,7 @@ def _state(path: str, recorded: metadata.FileHash | None) -> str:
 
 
 def _mapped_copies(loaded: str | None) -> list[LibraryFile]:
-    """The libncclls that are mapped into this process: by their names, and `loaded` whatever its name is."""
+    """Return the libnccl files mapped into this process: found by name, plus `loaded` under any name."""
     loaded = os.path.realpath(loaded) if loaded else None
     try:
         with open("/proc/self/maps", errors="surrogateescape") as maps:
@@ -180,7 +182,7 @@ def _mapped_copies(loaded: str | None) -> list[LibraryFile]:
 
 
 def _driver() -> dict[str, Any]:
-    """The GPUs that programs can use, why there is none, and the latest CUDA that the driver runs."""
+    """Return the number of usable GPUs, the reason if there is none, and the latest CUDA version of the driver."""
     code = ctypes.c_int()
     with contextlib.suppress(OSError, AttributeError):  # no driver
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(code))

@@ -1,7 +1,7 @@
-"""Run an operation and its adjoint on ranks inside this process: every number that is drawn is what they gave.
+"""Run an operation and its adjoint on ranks inside this process, so that every number drawn is a real result.
 
-The collectives are those of `Communicator`, on the host library. The moves that are drawn between the numbers are those
-of moves.py; tests hold them against the numbers.
+It calls the collectives of `Communicator` on the host library. The moves drawn between the numbers come from moves.py;
+tests compare them with the numbers.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from ...comm.groups import group
 from .moves import Move, backward, forward, sizes
 from .operations import OPERATIONS, REPLICATED
 
-Values = list[list[int]]  # of each rank
+Values = list[list[int]]  # one list per rank
 
 
 class Pass(NamedTuple):
-    """One direction.
+    """The forward or the adjoint.
 
-    labels         of what the ranks hold before and after
-    before, after  what they hold
-    method         of Communicator; "": messages, or nothing is sent
+    labels         names of the values before and after
+    before, after  values of all ranks
+    method         method of Communicator; "": sends and receives, or no communication
     """
 
     labels: tuple[str, str]
@@ -35,7 +35,7 @@ class Pass(NamedTuple):
 
     @property
     def text(self) -> str:
-        """What happens, in a few words."""
+        """Short description of the communication."""
         if self.method:
             return self.method
         return "sends and receives" if any(move.source != move.target for move in self.moves) else "nothing is sent"
@@ -60,33 +60,33 @@ def ranks_of_this_process(ranks: int) -> Iterator[list[Communicator]]:
 
 
 def run(comms: list[Communicator], name: str, grad: str) -> Run:
-    """Forward and adjoint of operation `name` on these ranks."""
-    row, alike, ranks = OPERATIONS[name], grad == REPLICATED, len(comms)
+    """Run the forward and the adjoint of operation `name` on these ranks."""
+    row, replicated, ranks = OPERATIONS[name], grad == REPLICATED, len(comms)
     before, after = sizes(name, ranks)
-    x, g = _numbered(before, row.one_input), _numbered(after, alike)
+    x, g = _numbered(before, row.replicated_input), _numbered(after, replicated)
     if name == "halo_exchange":
-        x = [[0, *own[:-2], 0] for own in x]
-    there, back = forward(name, ranks), backward(name, ranks, alike, row.one_input)
-    method, adjoint = row.method(name), "" if alike else row.adjoint
+        x = [[0, *values[:-2], 0] for values in x]
+    moves, adjoint_moves = forward(name, ranks), backward(name, ranks, replicated, row.replicated_input)
+    method, adjoint = row.method(name), "" if replicated else row.adjoint
     return Run(
         name,
         grad,
         ranks,
-        Pass(("x", "y"), x, _moved(comms, method, there, x, after), there, method),
-        Pass(("g", "x.grad"), g, _moved(comms, adjoint, back, g, before), back, adjoint),
+        Pass(("x", "y"), x, _execute(comms, method, moves, x, after), moves, method),
+        Pass(("g", "x.grad"), g, _execute(comms, adjoint, adjoint_moves, g, before), adjoint_moves, adjoint),
     )
 
 
-def _numbered(counts: list[int], alike: bool) -> Values:
-    """Rank r's elements are 10 r + 1, 10 r + 2, ..: each says where it comes from. `alike`: equal on all ranks."""
-    return [[10 * rank * (not alike) + i + 1 for i in range(count)] for rank, count in enumerate(counts)]
+def _numbered(counts: list[int], replicated: bool) -> Values:
+    """Return 10 r + 1, 10 r + 2, .. for rank r, or 1, 2, .. for every rank if replicated."""
+    return [[10 * rank * (not replicated) + i + 1 for i in range(count)] for rank, count in enumerate(counts)]
 
 
-def _moved(comms: list[Communicator], method: str, moves: list[Move], held: Values, counts: list[int]) -> Values:
-    """What the ranks hold afterwards. What nothing writes stays 0."""
+def _execute(comms: list[Communicator], method: str, moves: list[Move], inputs: Values, counts: list[int]) -> Values:
+    """Run the communication and return the values of all ranks afterwards. Unwritten elements stay 0."""
     import torch
 
-    sends = [torch.tensor(own, dtype=torch.int64) for own in held]
+    sends = [torch.tensor(values, dtype=torch.int64) for values in inputs]
     recvs = [torch.zeros(count, dtype=torch.int64) for count in counts]
     if method:
         _call(comms, method, sends, recvs)
@@ -96,7 +96,7 @@ def _moved(comms: list[Communicator], method: str, moves: list[Move], held: Valu
 
 
 def _call(comms: list[Communicator], method: str, sends: list[Any], recvs: list[Any]) -> None:
-    """The collective on all ranks, as a user calls it."""
+    """Call the collective on all ranks, as a user would."""
     keywords = {"root": 0} if method in ("reduce", "broadcast", "scatter", "gather") else {}
     with group():
         for comm, send, recv in zip(comms, sends, recvs, strict=True):
@@ -106,7 +106,7 @@ def _call(comms: list[Communicator], method: str, sends: list[Any], recvs: list[
 
 
 def _messages(comms: list[Communicator], moves: list[Move], sends: list[Any], recvs: list[Any]) -> None:
-    """A message for each element that leaves its rank; what arrives is added."""
+    """Send each element that leaves its rank as a message, and add the received elements to recvs."""
     arrived = []
     with group():
         for source, at, target, _ in moves:

@@ -4,7 +4,7 @@
   const byId = (id) => document.getElementById(id);
   const stage = byId("stage"), slider = byId("slider"), play = byId("play");
   const state = { name: "reduce_scatter", grad: "", ranks: 4, adjoint: false, at: 0, playing: false };
-  let scene = null; // what is shown: cells with what they hold from which time on, and elements that fly between them
+  let scene = null; // cells with the history of their values, and the flyers: elements moving between cells
 
   function element(tag, kind, text = "", inside = []) {
     const made = document.createElement(tag);
@@ -14,19 +14,19 @@
     return made;
   }
 
-  // ---------------------------------------------------------------- what is chosen
+  // ---------------------------------------------------------------- controls
 
-  function choose(change, at) { // without `at` it begins to play
+  function choose(change, at) { // without `at`, starts to play
     Object.assign(state, change, { playing: false });
     const grads = data.grads[state.name];
     if (!grads.includes(state.grad)) state.grad = grads[0];
     const variant = `${state.name}|${state.grad}`, direction = state.adjoint ? "adjoint" : "forward";
     build(data.runs[`${variant}|${state.ranks}`][Number(state.adjoint)]);
     buttons("operations", Object.keys(data.grads), state.name, (name) => choose({ name }));
-    buttons("direction", ["forward", "adjoint"], direction, (one) => choose({ adjoint: one === "adjoint" }));
+    buttons("direction", ["forward", "adjoint"], direction, (chosen) => choose({ adjoint: chosen === "adjoint" }));
     buttons("ranks", data.ranks, state.ranks, (ranks) => choose({ ranks }));
     buttons("grad", grads, state.grad, (grad) => choose({ grad, adjoint: true }));
-    explain(data.words[variant]);
+    describe(data.texts[variant]);
     history.replaceState(null, "", "#" + [state.name, state.grad, state.ranks, direction].join(":"));
     go(at || 0);
     if (at === undefined && !matchMedia("(prefers-reduced-motion: reduce)").matches) start();
@@ -46,20 +46,20 @@
     }
   }
 
-  function explain(words) {
+  function describe(texts) {
     byId("title").textContent = state.name;
-    for (const field of ["does", "formula"]) { // both keep their room: nothing jumps when the direction changes
-      byId(field).replaceChildren(...words[field].map((one, at) => element("span", state.adjoint === Boolean(at) ? "" : "other", one)));
+    for (const field of ["does", "formula"]) { // both directions take up space, so that nothing jumps on a change
+      byId(field).replaceChildren(...texts[field].map((text, at) => element("span", state.adjoint === Boolean(at) ? "" : "other", text)));
     }
-    const calls = words.calls.flatMap(([name, text]) => [element("dt", "", name), element("dd", "", "", [element("code", "", text)])]);
+    const calls = texts.calls.flatMap(([name, text]) => [element("dt", "", name), element("dd", "", "", [element("code", "", text)])]);
     byId("words").replaceChildren(
-      ...(words.other ? [element("h3", "", "which gradient"), element("p", "", words.other)] : []),
-      element("h3", "", "shapes"), element("p", "", words.shapes),
+      ...(texts.grad_note ? [element("h3", "", "which gradient"), element("p", "", texts.grad_note)] : []),
+      element("h3", "", "shapes"), element("p", "", texts.shapes),
       element("h3", "", "calls"), element("dl", "", "", calls),
-      element("h3", "", "note"), element("p", "", words.note));
+      element("h3", "", "note"), element("p", "", texts.note));
   }
 
-  // ---------------------------------------------------------------- what is shown
+  // ---------------------------------------------------------------- drawing
 
   function build({ labels, values, moves, text }) {
     scene = { labels, cells: [], flyers: [], distances: [] };
@@ -71,7 +71,7 @@
     });
     const [before, after] = values.map((ofRanks, a) => element("div", "row", "", [element("span", "label", labels[a]), ...memories(ofRanks, a)]));
     const rows = [before, element("div", "between", `${state.adjoint ? "↑" : "↓"} ${text}`), after];
-    if (state.adjoint) rows.reverse(); // y and its cotangent stand below, x and its gradient above
+    if (state.adjoint) rows.reverse(); // x and its gradient are always at the top, y and its cotangent below
     stage.replaceChildren(element("div", "row", "", [element("span", "label"), ...heads]), ...rows);
     addMoves(moves);
     slider.max = scene.distances.length;
@@ -86,10 +86,10 @@
     return scene.cells[a].map((own) => element("div", "memory", "", own.map((cell) => cell.box)));
   }
 
-  function addMoves(moves) { // a rank's own part comes first, then that of the rank before it, and so on: for the eye
+  function addMoves(moves) { // ordered for display: first a rank's own block, then the previous rank's block, and so on
     const distance = ([source, , target]) => (target - source + state.ranks) % state.ranks;
     scene.distances = [...new Set(moves.map(distance))].sort();
-    for (const move of [...moves].sort((one, other) => distance(one) - distance(other))) {
+    for (const move of [...moves].sort((a, b) => distance(a) - distance(b))) {
       const [source, at, target, to] = move, start = scene.distances.indexOf(distance(move));
       const from = scene.cells[0][source][at], into = scene.cells[1][target][to];
       const held = into.history.at(-1) || { value: 0, from: [] };
@@ -113,8 +113,8 @@
   function show() {
     const end = scene.distances.length;
     for (const cell of scene.cells.flat(2)) {
-      const last = cell.history.filter((one) => one.time <= state.at + 1e-9).at(-1);
-      const empty = !cell.history.length && state.at > end - 1e-9; // nothing comes here: it holds 0
+      const last = cell.history.filter((entry) => entry.time <= state.at + 1e-9).at(-1);
+      const empty = !cell.history.length && state.at > end - 1e-9; // no move ends here: the cell holds 0
       cell.box.textContent = last ? last.value : empty ? cell.value : "";
       cell.box.classList.toggle("full", Boolean(last));
       cell.box.classList.toggle("sum", Boolean(last && last.from.length > 1));
@@ -131,13 +131,13 @@
     }
     slider.value = state.at;
     const done = Math.ceil(state.at - 1e-9), far = scene.distances[done - 1];
-    const moved = far ? `to the rank that is ${far} further on` : "each rank's own part";
-    const text = done ? moved : `${scene.labels[0]} is there`;
+    const moved = far ? `elements for rank r + ${far}` : "elements that stay on their rank";
+    const text = done ? moved : "nothing has moved";
     const complete = state.at >= end ? `; ${scene.labels[1]} is complete` : "";
     byId("caption").textContent = `step ${done} of ${end}: ${text}${complete}`;
   }
 
-  // ---------------------------------------------------------------- moving
+  // ---------------------------------------------------------------- animation
 
   function playing(yes) {
     state.playing = yes;
@@ -170,7 +170,7 @@
   byId("next").addEventListener("click", () => go(Math.floor(state.at + 1e-6) + 1));
   slider.addEventListener("input", () => go(Number(slider.value)));
 
-  function recall() { // the address: name:grad:ranks:direction, and how far it has moved
+  function recall() { // the URL fragment: name:grad:ranks:direction, and the position of the slider
     const [name, grad, ranks, direction, at] = location.hash.slice(1).split(":");
     if (!data.grads[name]) return choose({});
     const count = data.ranks.includes(Number(ranks)) ? Number(ranks) : state.ranks;

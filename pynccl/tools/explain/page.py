@@ -1,7 +1,7 @@
-"""One page, without anything from outside, on which the elements of every collective move: page.html, .css, .js.
+"""Build the interactive page of all operations: one self-contained file from page.html, page.css and page.js.
 
-What moves where, and every number before and after, come from runs of the collectives here; the page's script shows
-them, and adds up what has arrived on the way.
+The moves and all numbers before and after come from running the collectives; the page's script only animates them and
+computes the partial sums in between.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from importlib import resources
 from typing import Any
 
 from .execute import Pass, ranks_of_this_process, run
-from .operations import OPERATIONS, OTHER, backwards, variants, words_of
+from .operations import GRAD_NOTES, OPERATIONS, adjoint_text, texts_for, variants
 
 RANKS = range(2, 9)
 
 
 def page() -> str:
-    """The page as HTML, the same each time."""
+    """Return the page as HTML. The result is deterministic."""
     runs = {}
     for ranks in RANKS:
         with ranks_of_this_process(ranks) as comms:
             for name, grad in variants():
-                one = run(comms, name, grad)
-                runs[f"{name}|{grad}|{ranks}"] = [_pass(one.forward), _pass(one.adjoint)]
+                found = run(comms, name, grad)
+                runs[f"{name}|{grad}|{ranks}"] = [_pass(found.forward), _pass(found.adjoint)]
     data = {
         "ranks": list(RANKS),
         "grads": {name: row.grads for name, row in OPERATIONS.items()},
-        "words": {f"{name}|{grad}": _words(name, grad) for name, grad in variants()},
+        "texts": {f"{name}|{grad}": _texts(name, grad) for name, grad in variants()},
         "runs": runs,
     }
     folder = resources.files(__package__ or "")
@@ -41,17 +41,17 @@ def page() -> str:
     return text
 
 
-def _pass(one: Pass) -> dict[str, Any]:
-    return {"labels": one.labels, "values": [one.before, one.after], "moves": one.moves, "text": one.text}
+def _pass(shown: Pass) -> dict[str, Any]:
+    return {"labels": shown.labels, "values": [shown.before, shown.after], "moves": shown.moves, "text": shown.text}
 
 
-def _words(name: str, grad: str) -> dict[str, Any]:
-    words = words_of(name, grad)
+def _texts(name: str, grad: str) -> dict[str, Any]:
+    texts = texts_for(name, grad)
     return {
-        "does": [words.does, backwards(name, grad)],
-        "formula": [words.formula, words.gradient],
-        "shapes": words.shapes,
-        "calls": [["pynccl", words.pynccl], ["pynccl_autograd", words.autograd], ["torch.distributed", words.torch]],
-        "note": words.note,
-        "other": OTHER[grad],
+        "does": [texts.does, adjoint_text(name, grad)],
+        "formula": [texts.formula, texts.gradient],
+        "shapes": texts.shapes,
+        "calls": [["pynccl", texts.pynccl], ["pynccl_autograd", texts.autograd], ["torch.distributed", texts.torch]],
+        "note": texts.note,
+        "grad_note": GRAD_NOTES[grad],
     }

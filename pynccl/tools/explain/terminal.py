@@ -1,7 +1,7 @@
-"""An operation drawn in characters: a column for each rank, its elements from top to bottom, arrows where they go.
+"""Draw an operation as text: one column per rank, its elements from top to bottom, and arrows for the moves.
 
-In a row of the input, an arrow between two columns says that something crosses there; right of the row stands who gets
-it.
+In a row of the input, an arrow between two columns means that data crosses there; the text right of the row names the
+receiver.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import textwrap
 
 from .execute import Pass, Run, Values
 from .moves import Move
-from .operations import OTHER, backwards, words_of
+from .operations import GRAD_NOTES, adjoint_text, texts_for
 
 _WIDTH = 80
 _LABEL = 7  # columns before the first box
@@ -19,26 +19,26 @@ _ASCII = str.maketrans("┌┐└┘─│→←↔▼", "+++++|><=v")
 
 
 def drawing(run: Run, encoding: str) -> str:
-    """The whole answer: words, forward, adjoint, calls, what is mistaken for it; in ASCII if `encoding` lacks boxes."""
-    words = words_of(run.name, run.grad)
-    parts = [
+    """Return description, forward, adjoint, calls and note as text; in ASCII if `encoding` lacks box characters."""
+    texts = texts_for(run.name, run.grad)
+    lines = [
         f"{run.name}, {run.ranks} ranks",
-        *_wrapped(words.does),
-        "The numbers say where they are from: 11 is the first of rank 1.",
+        *_wrapped(texts.does),
+        "Each number shows its origin: 11 is the first element of rank 1.",
         "",
-        *_wrapped(words.formula, "forward    "),
+        *_wrapped(texts.formula, "forward    "),
         *_pass(run.forward),
         "",
-        *_wrapped(words.gradient, "adjoint    "),
-        *_wrapped(f"{backwards(run.name, run.grad)} g is the cotangent: the gradient of y."),
+        *_wrapped(texts.gradient, "adjoint    "),
+        *_wrapped(f"{adjoint_text(run.name, run.grad)} g is the cotangent: the gradient of y."),
         "",
         *_pass(run.adjoint),
         "",
-        *([*_wrapped(OTHER[run.grad]), ""] if run.grad else []),
+        *([*_wrapped(GRAD_NOTES[run.grad]), ""] if run.grad else []),
     ]
-    calls = {"shapes": words.shapes, "pynccl": words.pynccl, "pynccl_autograd": words.autograd, "torch": words.torch}
-    parts += [line for name, text in calls.items() for line in _wrapped(text, f"{name:<17}")]
-    text = "\n".join([*parts, "", *_wrapped(words.note, "note: ")])
+    calls = {"shapes": texts.shapes, "pynccl": texts.pynccl, "pynccl_autograd": texts.autograd, "torch": texts.torch}
+    lines += [line for name, text in calls.items() for line in _wrapped(text, f"{name:<17}")]
+    text = "\n".join([*lines, "", *_wrapped(texts.note, "note: ")])
     try:
         text.encode(encoding)
     except UnicodeEncodeError:
@@ -57,26 +57,26 @@ def _wrapped(text: str, first: str = "") -> list[str]:
     )
 
 
-def _pass(one: Pass) -> list[str]:
-    """What the ranks hold before and after."""
-    ranks = len(one.before)
+def _pass(drawn: Pass) -> list[str]:
+    """Return the lines of one direction: the values before, the method, the values after."""
+    ranks = len(drawn.before)
     gap = 3 if ranks <= 6 else 1
     heads = (" " * gap).join(f"rank {rank}" for rank in range(ranks))
     return [
         " " * _LABEL + heads,
-        *_boxes(one.labels[0], one.before, gap, one),
+        *_boxes(drawn.labels[0], drawn.before, gap, drawn),
         "",
-        f"{'':<{_LABEL}}  ▼ {one.text}",
+        f"{'':<{_LABEL}}  ▼ {drawn.text}",
         "",
-        *_boxes(one.labels[1], one.after, gap, None),
+        *_boxes(drawn.labels[1], drawn.after, gap, None),
     ]
 
 
 def _boxes(label: str, values: Values, gap: int, leaving: Pass | None) -> list[str]:
-    """The memories of all ranks; `leaving` is what takes the elements away from here."""
+    """Return the boxes of all ranks' memory; `leaving` is the pass that moves these elements, if any."""
 
     def row(cells: list[str], start: str = "", gaps: list[str] | None = None, end: str = "") -> str:
-        between = [f"{one:^{gap}}" for one in gaps or [""] * (len(cells) - 1)]
+        between = [f"{arrow:^{gap}}" for arrow in gaps or [""] * (len(cells) - 1)]
         line = "".join(cell + space for cell, space in zip(cells, [*between, ""], strict=True))
         return f"{start:<{_LABEL}}{line}  {end}".rstrip()
 
@@ -86,21 +86,21 @@ def _boxes(label: str, values: Values, gap: int, leaving: Pass | None) -> list[s
         cells = [f"│{own[i]:^{_CELL}}│" if own else blank for own in values]
         moves = [move for move in leaving.moves if move.at == i] if leaving else []
         gaps = [_arrow(moves, rank, leaving) for rank in range(len(values) - 1)]
-        lines.append(row(cells, label if i == 0 else "", gaps, _ending(moves, leaving)))
+        lines.append(row(cells, label if i == 0 else "", gaps, _destination(moves, leaving)))
     return [*lines, row([f"└{'─' * _CELL}┘" if own else blank for own in values])]
 
 
 def _arrow(moves: list[Move], rank: int, leaving: Pass | None) -> str:
-    """Which way something of this row goes between the columns of `rank` and of the next."""
-    if leaving and not leaving.method:  # messages: those to a neighbour; `_ending` names the others
+    """Return the arrow between the columns of `rank` and the next rank: the direction of the moves that cross there."""
+    if leaving and not leaving.method:  # messages: draw only those between neighbours; `_destination` names the others
         moves = [move for move in moves if abs(move.source - move.target) == 1]
     to_right = any(move.source <= rank < move.target for move in moves)
     to_left = any(move.target <= rank < move.source for move in moves)
     return "↔" if to_right and to_left else "→" if to_right else "←" if to_left else ""
 
 
-def _ending(moves: list[Move], leaving: Pass | None) -> str:
-    """What becomes of a row: who gets it, and the sum where it is one; "" where that is several things."""
+def _destination(moves: list[Move], leaving: Pass | None) -> str:
+    """Return the text right of a row: receiver and sum, if the row has one receiver or goes to all ranks; else ""."""
     if leaving is None:
         return ""
     if not leaving.method:

@@ -1,4 +1,4 @@
-"""`python -m pynccl hang`: which rank is missing, what each one does, and where, of jobs that hang or have ended."""
+"""`python -m pynccl hang`: for jobs that hang or have died, which rank is missing and what each rank is doing."""
 
 from __future__ import annotations
 
@@ -12,46 +12,47 @@ from ...watch.verdict import judge
 from .. import command
 from . import jobs, report, timeline
 
-PATIENCE = 2.0  # seconds that a rank of a running job may wait for another
+MIN_WAIT = 2.0  # seconds; shorter waits are normal in a running job
 FAILED = "something is wrong"
 EXAMPLES = """
-Without arguments: the newest job of this user on this machine that has living processes, else the newest. Exit code 2,
-too, where there was nothing to look at. Several machines: run it on each with --json > NAME.json, or copy the folders,
-and pass all of them at once.
+Without arguments, it shows this user's newest running job on this node, or else the newest job. The exit code is also
+2 if no job was found. For several nodes, run it on each with --json > NAME.json, or copy the folders, and pass all.
 
 examples:
   python -m pynccl hang                         # the newest job
-  python -m pynccl hang --list                  # which jobs there are
-  python -m pynccl hang --stacks --calls 5      # with the Python stacks, and the last calls of each rank
-  python -m pynccl hang --json                  # for programs
-  python -m pynccl hang --timeline trace.json   # its last calls, for ui.perfetto.dev
+  python -m pynccl hang --list                  # list the jobs
+  python -m pynccl hang --stacks --calls 5      # add all Python stacks and the last calls of each rank
+  python -m pynccl hang --json                  # machine-readable
+  python -m pynccl hang --timeline trace.json   # the last calls, for ui.perfetto.dev
 """
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("dir", nargs="*", metavar="DIR", help="folders of records, files, or saved --json")
-    parser.add_argument("--list", action="store_true", help="the jobs that there are: state, age, program")
-    parser.add_argument("--job", metavar="ID", help="the job, where there are several")
-    parser.add_argument("--json", action="store_true", help="print one JSON object: the verdict, and all records")
     parser.add_argument(
-        "--calls", type=command.whole(1), default=0, metavar="N", help="also the last N calls of each rank"
+        "dir", nargs="*", metavar="DIR", help="folders of records, record files, or saved --json output"
     )
-    parser.add_argument("--stacks", action="store_true", help="the Python stacks of all ranks")
-    parser.add_argument("--all", action="store_true", help="a row for each rank, also of many")
+    parser.add_argument("--list", action="store_true", help="list the jobs: state, age, program")
+    parser.add_argument("--job", metavar="ID", help="show this job instead of the newest one")
+    parser.add_argument("--json", action="store_true", help="print one JSON object with the verdict and all records")
+    parser.add_argument(
+        "--calls", type=command.whole(1), default=0, metavar="N", help="also print the last N calls of each rank"
+    )
+    parser.add_argument("--stacks", action="store_true", help="print the Python stacks of all ranks")
+    parser.add_argument("--all", action="store_true", help="print one row per rank, even with many ranks")
     parser.add_argument("--timeline", metavar="FILE", help="write the last calls as a trace for ui.perfetto.dev")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what was found. Exit code: 0 nothing is wrong, 1 something is, 2 there was nothing to look at."""
+    """Print the report. Exit code: 0 nothing is wrong, 1 something is wrong, 2 no job was found."""
     if arguments.list and (arguments.job or arguments.timeline):
-        raise ValueError("--list says which jobs there are: leave --job and --timeline away")
-    return _list(arguments) if arguments.list else _look(arguments)
+        raise ValueError("--list lists all jobs: omit --job and --timeline")
+    return _list(arguments) if arguments.list else _show_job(arguments)
 
 
-def _look(arguments: argparse.Namespace) -> int:
+def _show_job(arguments: argparse.Namespace) -> int:
     job, others, problems = jobs.find(arguments.dir, arguments.job)
-    running = any(one.state == RUNNING for one in job.processes)
-    verdict = judge(job.processes, patience=PATIENCE if running else 0.0)
+    running = any(process.state == RUNNING for process in job.processes)
+    verdict = judge(job.processes, min_wait=MIN_WAIT if running else 0.0)
     if arguments.timeline:
         timeline.write(arguments.timeline, job.processes)
     if arguments.json:
@@ -59,9 +60,9 @@ def _look(arguments: argparse.Namespace) -> int:
             "ok": not verdict.wrong,
             "job": job.name,
             "verdict": verdict.to_json(),
-            "processes": [to_json(one) for one in job.processes],  # which `jobs.read` reads again
+            "processes": [to_json(process) for process in job.processes],  # input of `jobs.read`
             "problems": problems,
-            "other_jobs": [jobs.to_json(one) for one in others],
+            "other_jobs": [jobs.to_json(other) for other in others],
         }
         print(json.dumps(found, indent=1))
     else:
@@ -74,13 +75,13 @@ def _look(arguments: argparse.Namespace) -> int:
 def _list(arguments: argparse.Namespace) -> int:
     found, problems = jobs.read(arguments.dir)
     if arguments.json:
-        print(json.dumps({"jobs": [jobs.to_json(one) for one in found], "problems": problems}, indent=1))
+        print(json.dumps({"jobs": [jobs.to_json(job) for job in found], "problems": problems}, indent=1))
     else:
         _print("\n".join([*report.listed(found), *report.unread(problems)]))
     return command.GOOD
 
 
 def _print(text: str) -> None:
-    """Without what a terminal obeys, and also on one that does not know all letters."""
+    """Print text without control characters; escape characters that the terminal's encoding lacks."""
     encoding = sys.stdout.encoding or "utf-8"
     print(printable(text, lines=True).encode(encoding, "backslashreplace").decode(encoding))

@@ -1,4 +1,4 @@
-"""The records that the tool reads (files of recorders, folders of them, saved JSON), and which job each belongs to."""
+"""Read records (recorder files, folders of them, saved JSON) and group them into jobs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ...watch.records import DEAD, RUNNING, STOPPED, ProcessRecord, from_json
 
 
 class NothingFoundError(ValueError):
-    """There is nothing to judge; the text says what was looked for, where, and what to do."""
+    """No record was found; the message says what was searched for, where, and what to do."""
 
     def __init__(self, text: str) -> None:
         super().__init__(printable(text, lines=True))
@@ -24,15 +24,15 @@ class NothingFoundError(ValueError):
 
 @dataclass
 class Job:
-    """One run of a program: its processes, and the name by which --job finds it. Times in seconds since the epoch."""
+    """One run of a program: its processes, and its name for --job. Times are seconds since the epoch."""
 
     name: str
     processes: list[ProcessRecord] = field(default_factory=list)
 
     @property
     def living(self) -> int:
-        """How many of its processes are known to live."""
-        return sum(one.state in (RUNNING, STOPPED) for one in self.processes)
+        """Number of processes that are known to be alive."""
+        return sum(process.state in (RUNNING, STOPPED) for process in self.processes)
 
     @property
     def started(self) -> float:
@@ -40,17 +40,17 @@ class Job:
 
     @property
     def last_seen(self) -> float:
-        """When one of its processes was last known to live."""
+        """When one of its processes was last known to be alive."""
         return max(map(_last_seen, self.processes))
 
     @property
     def command(self) -> str:
-        """Of the lowest rank."""
-        return min(self.processes, key=lambda one: (one.rank < 0, one.rank, _began(one))).command
+        """Command line of the lowest rank."""
+        return min(self.processes, key=lambda process: (process.rank < 0, process.rank, _began(process))).command
 
 
 def to_json(job: Job) -> dict[str, Any]:
-    """What --list says of a job, as values for json.dumps."""
+    """Return the entry of a job in --list --json."""
     return {
         "job": job.name,
         "living": job.living,
@@ -62,29 +62,31 @@ def to_json(job: Job) -> dict[str, Any]:
 
 
 def find(places: Sequence[str], name: str | None) -> tuple[Job, list[Job], list[str]]:
-    """The job of this name (None: the newest with living processes, else the newest), the others, and one text for each
-    file that could not be read. Its processes that run on this machine say where they are."""
+    """Return the job of this name, the other jobs, and one text per unreadable file. Its processes on this node write
+    their stacks first.
+
+    name  None: the newest job with live processes, else the newest"""
     found, problems = read(places)
     job = _chosen(found, name)
     if reader.ask(job.processes):
         found, problems = read(places)
         job = _chosen(found, name or job.name)
-    return job, [one for one in found if one is not job], problems
+    return job, [other for other in found if other is not job], problems
 
 
 def _chosen(found: Sequence[Job], name: str | None) -> Job:
-    """By its name, or by "name@PID" of any of its processes."""
+    """Select a job by its name, or by "name@PID" of any of its processes."""
     if name is None:
         return found[0]
     for job in found:
-        if name == job.name or any(name in (one.job, f"{one.job}@{one.pid}") for one in job.processes):
+        if name == job.name or any(name in (process.job, f"{process.job}@{process.pid}") for process in job.processes):
             return job
     names = "\n".join(clean(job.name) for job in found)
-    raise NothingFoundError(f"--job {name}: no job of that name; there are\n{names}")
+    raise NothingFoundError(f"--job {name}: no such job; expected one of\n{names}")
 
 
 def read(places: Sequence[str]) -> tuple[list[Job], list[str]]:
-    """The jobs in these places, else in the user's own folder, and the problems. NothingFoundError if there is none."""
+    """Return the jobs in these places (default: the user's folder) and the problems. Raises NothingFoundError."""
     records: list[ProcessRecord] = []
     problems: list[str] = []
     for place in places or [folder.base()]:
@@ -105,56 +107,62 @@ def read(places: Sequence[str]) -> tuple[list[Job], list[str]]:
     if records:
         return group(records), problems
     if places:
-        expected = problems or ["expected files *.watch, folders of them, or what --json has written"]
+        expected = problems or ["expected *.watch files, folders of them, or saved --json output"]
         raise NothingFoundError("\n".join([f"no record in {', '.join(places)}", *expected]))
     raise NothingFoundError(
-        f"no job has left a record in {folder.base()}\n"
-        "was it started with PYNCCL_WATCH=off, by another user, or with another PYNCCL_WATCH_DIR?\n"
-        "a job that has ended without an error removes its record\n"
-        "pass the folder: python -m pynccl hang DIR"
+        f"no records in {folder.base()}\n"
+        "was the job started with PYNCCL_WATCH=off, by another user, or with another PYNCCL_WATCH_DIR?\n"
+        "a job that exits without an error removes its records\n"
+        "to read another folder: python -m pynccl hang DIR"
     )
 
 
 def _from_json(path: str) -> list[ProcessRecord]:
-    """The processes of an earlier `hang --json`, of this machine or another."""
+    """Return the processes in a saved `hang --json`, from this or another node."""
     with open(path, encoding="utf-8") as file:
         values: Any = json.load(file)
     if not isinstance(values, dict) or not isinstance(values.get("processes"), list):
-        raise ValueError('not what `python -m pynccl hang --json` writes: expected an object with "processes"')
-    return [from_json(one) for one in values["processes"]]
+        raise ValueError('not the output of `python -m pynccl hang --json`: expected an object with "processes"')
+    return [from_json(process) for process in values["processes"]]
 
 
-# Which processes are of one run: two runs may use the same port, and so have the same job name and the same folder.
+# Group processes into runs. Two runs may use the same port, and then share the job name and the folder.
 
 
 def group(records: Iterable[ProcessRecord]) -> list[Job]:
-    """The jobs, those that live first, then the newest. A process that was read twice counts once, the newer look.
+    """Return the jobs: running ones first, then the newest. Of two records of one process, the newer one counts.
 
-    Ranks that share a communicator are of one run: its name is new in each run. Ranks that have not met belong to the
-    newest run of their job's name, unless that has their rank already, or had ended before they were started."""
-    newest = {(_machine(one), one.pid, one.started): one for one in sorted(records, key=lambda one: one.now)}
+    Processes that share a communicator belong to one run, because its uid is unique. Processes without a common
+    communicator join the newest run with their job name, unless it already has their rank or ended before they
+    started."""
+    newest = {
+        (_machine(record), record.pid, record.started): record
+        for record in sorted(records, key=lambda record: record.now)
+    }
     jobs: list[Job] = []
-    for part in sorted(_met(newest.values()), key=lambda part: min(map(_began, part))):
-        names = {one.job for one in part}
-        run = next((job for job in reversed(jobs) if names & {one.job for one in job.processes}), None)
-        if run is None or _are_apart(run.processes, part):
+    for part in sorted(_by_communicator(newest.values()), key=lambda part: min(map(_began, part))):
+        names = {process.job for process in part}
+        run = next((job for job in reversed(jobs) if names & {process.job for process in job.processes}), None)
+        if run is None or _different_runs(run.processes, part):
             jobs.append(run := Job(""))
         run.processes += part
     jobs.sort(key=lambda job: (job.living > 0, job.last_seen), reverse=True)
     taken: set[str] = set()
     for job in jobs:
-        job.name = " + ".join(dict.fromkeys(one.job for one in job.processes if one.job)) or "a job without a name"
+        job.name = (
+            " + ".join(dict.fromkeys(process.job for process in job.processes if process.job)) or "a job without a name"
+        )
         if job.name in taken:
             job.name += f"@{min(job.processes, key=_began).pid}"
         taken.add(job.name)
     return jobs
 
 
-def _met(processes: Iterable[ProcessRecord]) -> list[list[ProcessRecord]]:
-    """Those that share a communicator together, others alone."""
+def _by_communicator(processes: Iterable[ProcessRecord]) -> list[list[ProcessRecord]]:
+    """Group processes that share a communicator, directly or through other processes."""
     parts: list[tuple[set[str], list[ProcessRecord]]] = []
-    for one in processes:
-        uids, together = one.uids(), [one]
+    for process in processes:
+        uids, together = process.uids(), [process]
         for part in [part for part in parts if part[0] & uids]:
             parts.remove(part)
             uids, together = uids | part[0], part[1] + together
@@ -162,14 +170,14 @@ def _met(processes: Iterable[ProcessRecord]) -> list[list[ProcessRecord]]:
     return [part for _, part in parts]
 
 
-def _are_apart(run: Sequence[ProcessRecord], part: Sequence[ProcessRecord]) -> bool:
-    """Whether what was started later cannot be of the same run."""
-    if {one.rank for one in run if one.rank >= 0} & {one.rank for one in part}:
+def _different_runs(run: Sequence[ProcessRecord], part: Sequence[ProcessRecord]) -> bool:
+    """Return whether processes that started later cannot belong to this run."""
+    if {process.rank for process in run if process.rank >= 0} & {process.rank for process in part}:
         return True
-    for machine in set(map(_machine, part)):  # clocks of two machines are not compared
-        here = [one for one in run if _machine(one) == machine]
-        later = min(one.born for one in part if _machine(one) == machine)  # 0: not known
-        if here and all(one.state == DEAD for one in here) and max(map(_last_seen, here)) < later:
+    for machine in set(map(_machine, part)):  # clocks of different nodes are not comparable
+        here = [process for process in run if _machine(process) == machine]
+        later = min(process.born for process in part if _machine(process) == machine)  # 0: unknown
+        if here and all(process.state == DEAD for process in here) and max(map(_last_seen, here)) < later:
             return True
     return False
 

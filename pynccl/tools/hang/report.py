@@ -1,4 +1,4 @@
-"""The report for a terminal: the verdict, what each rank does, stacks and calls; and the list of jobs."""
+"""Format the report for a terminal: verdict, table of ranks, stacks and calls; and the list of jobs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ...watch.verdict import Verdict, render
 from . import table
 from .jobs import Job
 
-FRAMES = 24  # of a stack, the innermost
-OTHERS, PROBLEMS = 5, 10  # that are shown; the rest is counted
+MAX_FRAMES = 24  # innermost frames shown of a stack
+MAX_OTHER_JOBS, MAX_PROBLEMS = 5, 10  # shown; the rest is only counted
 WIDTH = 100
 INDENT = "    "
 
@@ -26,20 +26,20 @@ def text(
     problems: Sequence[str] = (),
     calls: int = 0,
     stacks: bool = False,
-    all_apart: bool = False,
+    row_per_rank: bool = False,
 ) -> str:
-    """All that there is to say of a job, without a newline at its end.
+    """Return the report on a job, without a trailing newline.
 
-    others    the other jobs that there are
-    problems  one text for each file that could not be read
-    calls     how many of each rank's last calls; stacks: of all processes; all_apart: a row for each rank
+    others    the other jobs found
+    problems  one text per file that could not be read
+    calls     number of last calls to print per rank; stacks: print all stacks; row_per_rank: one row per rank
     """
-    processes = sorted(job.processes, key=lambda one: (table.rank_of(one), one.host, one.pid))
+    processes = sorted(job.processes, key=lambda process: (table.rank_of(process), process.host, process.pid))
     parts = [
         _wrapped(render(verdict)),
-        [_heading(job), "", *_table(processes, verdict, all_apart)],
+        [_heading(job), "", *_table(processes, verdict, row_per_rank)],
         *_stacks(processes, verdict, stacks),
-        *(_last_calls(one, calls) for one in processes if calls),
+        *(_last_calls(process, calls) for process in processes if calls),
         unread(problems),
         _other_jobs(others),
     ]
@@ -47,40 +47,40 @@ def text(
 
 
 def _wrapped(verdict: str) -> list[str]:
-    """What is too long for the terminal goes on, indented, on the next line."""
+    """Wrap long lines; continuation lines are indented."""
     found = []
-    for one in verdict.splitlines():
-        deeper = " " * (len(one) - len(one.lstrip()) + 4)
+    for line in verdict.splitlines():
+        deeper = " " * (len(line) - len(line.lstrip()) + 4)
         found += textwrap.wrap(
-            one, WIDTH, subsequent_indent=deeper, break_long_words=False, break_on_hyphens=False
+            line, WIDTH, subsequent_indent=deeper, break_long_words=False, break_on_hyphens=False
         ) or [""]
     return found
 
 
 def _heading(job: Job) -> str:
-    hosts = list(dict.fromkeys(clean(one.host, 40) for one in job.processes))
+    hosts = list(dict.fromkeys(clean(process.host, 40) for process in job.processes))
     where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts"
-    newest = max(one.now for one in job.processes)
+    newest = max(process.now for process in job.processes)
     read = f", read at {_clock(newest)}" if newest else ""
     return f"{clean(job.name, 80)}: {_count(job.processes, 'process')} on {where}{read}"
 
 
-def _table(processes: list[ProcessRecord], verdict: Verdict, all_apart: bool) -> list[str]:
+def _table(processes: list[ProcessRecord], verdict: Verdict, row_per_rank: bool) -> list[str]:
     blamed = {uid for uid, _ in verdict.culprits if uid} if verdict.wrong else set()
-    waited_in = {found[0].uid for one in processes if (found := table.open_call(one.comms))}
-    rows = table.rows(processes, blamed or waited_in or verdict.comms, all_apart)
-    return table.text(rows, len(rows) if all_apart else table.MOST)
+    waited_in = {found[0].uid for process in processes if (found := table.open_call(process.comms))}
+    rows = table.rows(processes, blamed or waited_in or verdict.comms, row_per_rank)
+    return table.text(rows, len(rows) if row_per_rank else table.MAX_ROWS)
 
 
 def _stacks(processes: list[ProcessRecord], verdict: Verdict, every: bool) -> Iterator[list[str]]:
-    """Of the culprits and of one that waits for them; or of all. Equal ones are printed once."""
+    """Yield the stacks of the culprits and of one rank that waits for them, or of all. Equal stacks appear once."""
     named = set(verdict.culprits)
-    blamed = [one for one in processes if any((comm.uid, comm.rank) in named for comm in one.comms)]
-    waiting = [one for one in processes if one not in blamed and table.open_call(one.comms)]
-    some = [*blamed, *[one for one in waiting if one.stack][:1]] if verdict.wrong else []
+    blamed = [process for process in processes if any((comm.uid, comm.rank) in named for comm in process.comms)]
+    waiting = [process for process in processes if process not in blamed and table.open_call(process.comms)]
+    some = [*blamed, *[process for process in waiting if process.stack][:1]] if verdict.wrong else []
     alike: dict[tuple[str, bool], list[ProcessRecord]] = {}
-    for one in processes if every else some:
-        alike.setdefault((one.stack, one in blamed), []).append(one)
+    for process in processes if every else some:
+        alike.setdefault((process.stack, process in blamed), []).append(process)
     for same in alike.values():
         first, head = same[0], _who(same[0])
         if len(same) > 1:
@@ -97,21 +97,21 @@ def _stacks(processes: list[ProcessRecord], verdict: Verdict, every: bool) -> It
 
 
 def _frames(stack: str) -> list[str]:
-    """The innermost frames."""
-    found = [INDENT + one[:200] for one in stack.splitlines() if one.strip()]
-    left_out = [f"{INDENT}... {len(found) - FRAMES} outer frames"] if len(found) > FRAMES else []
-    return left_out + found[-FRAMES:]
+    """Return the innermost frames."""
+    found = [INDENT + line[:200] for line in stack.splitlines() if line.strip()]
+    left_out = [f"{INDENT}... {len(found) - MAX_FRAMES} outer frames"] if len(found) > MAX_FRAMES else []
+    return left_out + found[-MAX_FRAMES:]
 
 
-def _last_calls(process: ProcessRecord, most: int) -> list[str]:
-    """The last calls of a process on all its communicators, the newest last."""
+def _last_calls(process: ProcessRecord, max_calls: int) -> list[str]:
+    """Return the last calls of a process on all its communicators, the newest last."""
     found = [(comm, call) for comm in process.comms for call in comm.calls]
-    found.sort(key=lambda one: (one[1].issued, one[1].entry))
+    found.sort(key=lambda pair: (pair[1].issued, pair[1].entry))
     if not found:
         return [f"{_who(process)}: no calls"]
     head = ["issued", "took", "state", "call", "comm", "what", "site"]
-    rows = table.columns([head, *(_call_cells(comm, call, process.now) for comm, call in found[-most:])])
-    title = f"{_who(process)}, the last {min(most, len(found))} of {len(found):,} calls that are kept:"
+    rows = table.columns([head, *(_call_cells(comm, call, process.now) for comm, call in found[-max_calls:])])
+    title = f"{_who(process)}, last {min(max_calls, len(found))} of {len(found):,} recorded calls:"
     return [title, *(INDENT + row for row in rows)]
 
 
@@ -144,16 +144,18 @@ def _what(call: CallRecord) -> str:
 
 def _other_jobs(others: Sequence[Job]) -> list[str]:
     rows = [clean(job.name, 80) for job in others]
-    return [f"{_count(rows, 'other job')}: --job ID; --list says more", *_first(OTHERS, rows)] if rows else []
+    return (
+        [f"{_count(rows, 'other job')}: --job ID; --list shows details", *_first(MAX_OTHER_JOBS, rows)] if rows else []
+    )
 
 
 def unread(problems: Sequence[str]) -> list[str]:
-    rows = [clean(one, 300) for one in problems]
-    return [f"{_count(rows, 'file')} could not be read:", *_first(PROBLEMS, rows)] if rows else []
+    rows = [clean(problem, 300) for problem in problems]
+    return [f"{_count(rows, 'file')} could not be read:", *_first(MAX_PROBLEMS, rows)] if rows else []
 
 
 def listed(jobs: Iterable[Job]) -> list[str]:
-    """A row for each job."""
+    """Return a table with one row per job."""
     now = time.time()
     rows = [["job", "state", "processes", "started", "program"]]
     for job in jobs:
@@ -166,7 +168,7 @@ def listed(jobs: Iterable[Job]) -> list[str]:
     return table.columns(rows)
 
 
-# Words
+# Text
 
 
 def _who(process: ProcessRecord) -> str:
@@ -184,7 +186,7 @@ def _count(found: Sequence[object], noun: str) -> str:
     return f"{len(found):,} {noun}" + ("" if len(found) == 1 else "es" if noun.endswith("s") else "s")
 
 
-def _first(most: int, rows: Sequence[str]) -> list[str]:
-    """The first rows, indented, and how many are left out."""
-    more = [f"{INDENT}... {len(rows) - most:,} more"] if len(rows) > most else []
-    return [*(INDENT + one for one in rows[:most]), *more]
+def _first(max_rows: int, rows: Sequence[str]) -> list[str]:
+    """Return the first rows, indented, and the number of omitted ones."""
+    more = [f"{INDENT}... {len(rows) - max_rows:,} more"] if len(rows) > max_rows else []
+    return [*(INDENT + row for row in rows[:max_rows]), *more]

@@ -1,4 +1,4 @@
-"""What each rank is doing, as rows; of many ranks those that do the same share one."""
+"""The table of what each rank is doing; with many ranks, those with the same state share a row."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from ...watch.formatting import ago, call_name, clean, numbers, place, seconds
 from ...watch.records import DEAD, FAILED, INSIDE, ISSUED, STOPPED, CallRecord, CommRecord, ProcessRecord
 
-APART = 8  # up to so many ranks each has a row of its own
-MOST = 40  # rows
+MAX_SINGLE_ROWS = 8  # with up to this many ranks, each has its own row
+MAX_ROWS = 40
 _DOING = {INSIDE: "inside", ISSUED: "issued", FAILED: "failed in"}
 _Call = tuple[CommRecord, CallRecord]
 
 
 @dataclass
 class RankRow:
-    """One rank, or several that do the same.
+    """One rank, or several in the same state.
 
-    doing   what, and in `since` for how many seconds (of several ranks the longest); after: the word behind the time
-    where   the main thread's line; of a process that has ended, how; ago: when that was seen, of the first rank
+    doing   the call; since: seconds it has been in it (the longest of several ranks); after: suffix of that time
+    where   line of the main thread, or how the process ended; ago: when that was observed for the first rank
     """
 
     ranks: list[int]
@@ -35,33 +35,35 @@ class RankRow:
 
 
 def rank_of(process: ProcessRecord) -> int:
-    """Of the launch; without one, that of its first communicator. -1: it has none."""
+    """Return the global rank, else the rank in the first communicator; -1 without any."""
     return process.rank if process.rank >= 0 or not process.comms else process.comms[0].rank
 
 
 def open_call(comms: Iterable[CommRecord], everywhere: Mapping[str, int] | None = None) -> _Call | None:
-    """The call that it is inside, else the oldest that is not known to have completed.
+    """Return the call that it is inside, else the oldest call that is not known to have completed.
 
-    everywhere  uid -> the last collective that all ranks have entered: those up to it do not wait for a rank"""
+    everywhere  uid -> the last collective that all ranks have entered: calls up to it wait for no rank"""
     found = [(comm, call) for comm in comms if not comm.ended for call in comm.calls if call.state in (INSIDE, ISSUED)]
 
     def order(one: _Call) -> tuple[bool, bool, float, int]:
         comm, call = one
-        met = 0 < call.number <= (everywhere or {}).get(comm.uid, 0) < comm.entered
-        return call.state != INSIDE, met, call.issued, call.entry
+        entered_by_all = 0 < call.number <= (everywhere or {}).get(comm.uid, 0) < comm.entered
+        return call.state != INSIDE, entered_by_all, call.issued, call.entry
 
     return min(found, key=order, default=None)
 
 
 def _last_call(comms: Iterable[CommRecord]) -> _Call | None:
     found = [(comm, call) for comm in comms if (call := comm.last())]
-    return max(found, key=lambda one: (one[1].issued, one[1].entry), default=None)
+    return max(found, key=lambda pair: (pair[1].issued, pair[1].entry), default=None)
 
 
-def rows(processes: Sequence[ProcessRecord], concerned: Collection[str] = (), all_apart: bool = False) -> list[RankRow]:
-    """One a rank, in their order; of many ranks those that do the same together.
+def rows(
+    processes: Sequence[ProcessRecord], concerned: Collection[str] = (), row_per_rank: bool = False
+) -> list[RankRow]:
+    """Return one row per rank, in order; with many ranks, those in the same state are merged.
 
-    concerned  uids of communicators that are shown, where a rank is not inside a call of another one"""
+    concerned  uids of the communicators to show, unless a rank is inside a call of another one"""
     everywhere: dict[str, int] = {}
     for comm in (comm for process in processes for comm in process.comms):
         everywhere[comm.uid] = min(comm.entered, everywhere.get(comm.uid, comm.entered))
@@ -72,7 +74,7 @@ def rows(processes: Sequence[ProcessRecord], concerned: Collection[str] = (), al
             found = open_call(first, everywhere) or open_call(comms, everywhere) or _last_call(first)
             single.append(_row(process, rank, comms, found or _last_call(comms)))
     single.sort(key=lambda row: (row.ranks, row.processes[0].host, row.processes[0].pid))
-    if all_apart or len(single) <= APART:
+    if row_per_rank or len(single) <= MAX_SINGLE_ROWS:
         return single
     merged: dict[tuple[str, ...], RankRow] = {}
     for row in single:
@@ -82,11 +84,11 @@ def rows(processes: Sequence[ProcessRecord], concerned: Collection[str] = (), al
             same.processes += row.processes
             same.since = max(same.since, row.since)
     shared = list(merged.values())
-    return shared if len(shared) <= MOST else sorted(shared, key=lambda row: -len(row.ranks))
+    return shared if len(shared) <= MAX_ROWS else sorted(shared, key=lambda row: -len(row.ranks))
 
 
 def _members(process: ProcessRecord) -> dict[int, list[CommRecord]]:
-    """The ranks that this process is: one of each process in most jobs, several where it made them all by itself."""
+    """Return the ranks of a process: usually one, several if it created a communicator with several ranks."""
     if len({comm.uid for comm in process.comms}) == len(process.comms):
         return {rank_of(process): process.comms}
     by_rank: dict[int, list[CommRecord]] = {}
@@ -101,14 +103,14 @@ def _row(process: ProcessRecord, rank: int, comms: Sequence[CommRecord], found: 
     row.where, row.ago = _end(process) if over else _where(process, found and found[1])
     if found is not None:
         comm, call = found
-        row.entered, row.completed = (str(one) if one else "-" for one in (comm.entered, comm.completed))
-        several = len([one for one in comms if not one.ended]) > 1
+        row.entered, row.completed = (str(number) if number else "-" for number in (comm.entered, comm.completed))
+        several = len([comm for comm in comms if not comm.ended]) > 1
         was = "was " if over and call.state == INSIDE else ""
         row.doing = f"{was}{_DOING.get(call.state, 'done')} {call_name(call)}" + (
             f" {comm_name(comm)}" if several else ""
         )
         began = call.issued if call.state in (INSIDE, ISSUED) else call.completed or call.returned or call.issued
-        until = (process.end_at or process.heartbeat) if over else process.now  # it may have been gone for hours
+        until = (process.end_at or process.heartbeat) if over else process.now  # it may have ended hours ago
         row.since = until - began if until and began else 0.0
         row.after = "" if call.state == INSIDE else " before" if over else " ago"
     return row
@@ -122,7 +124,7 @@ def _end(process: ProcessRecord) -> tuple[str, str]:
 
 
 def _where(process: ProcessRecord, call: CallRecord | None) -> tuple[str, str]:
-    """Where the main thread is or has been; where nothing newer is known, by its call."""
+    """Return where the main thread is or was; without a newer line, derive it from the call."""
     if process.where:
         age = process.seen_ago
         return place(process.where), f", seen {seconds(age)} ago" if age else ""
@@ -137,14 +139,14 @@ def comm_name(comm: CommRecord) -> str:
     return f"'{clean(comm.name, 24)}'"
 
 
-def text(found: Sequence[RankRow], most: int = MOST) -> list[str]:
-    """The table; "(8)" is 8 of them."""
+def text(found: Sequence[RankRow], max_rows: int = MAX_ROWS) -> list[str]:
+    """Return the lines of the table. In the pid column, "(8)" means 8 processes."""
     head = ["rank", "pid", "state", "entered", "done", "doing", "for", "main thread"]
     several = len({process.host for row in found for process in row.processes}) > 1
-    lines = columns([head, *(_cells(row, several) for row in found[:most])])
-    if found[most:]:
-        others = sum(len(row.ranks) for row in found[most:])
-        lines.append(f"... {len(found) - most:,} more rows, of {others:,} ranks: --all has a row for each rank")
+    lines = columns([head, *(_cells(row, several) for row in found[:max_rows])])
+    if found[max_rows:]:
+        others = sum(len(row.ranks) for row in found[max_rows:])
+        lines.append(f"... {len(found) - max_rows:,} more rows for {others:,} ranks: --all shows one row per rank")
     return lines
 
 
@@ -164,6 +166,6 @@ def _cells(row: RankRow, several_hosts: bool) -> list[str]:
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The rows with their cells aligned, two spaces apart."""
+    """Align the cells of the rows in columns, two spaces apart."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]

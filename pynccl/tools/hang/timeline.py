@@ -1,4 +1,4 @@
-"""The last calls of a job as a trace for ui.perfetto.dev: a process a rank, a lane a communicator."""
+"""Write the last calls of a job as a trace for ui.perfetto.dev: one process per rank, one lane per communicator."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ from .table import rank_of
 
 
 def write(path: str, processes: list[ProcessRecord]) -> None:
-    """Write Chrome's trace format. The times are those of each machine's own clock."""
+    """Write Chrome's trace format. Times are from each node's own clock."""
     chrome.write(path, _events(processes), {"source": "python -m pynccl hang --timeline"})
 
 
 def _events(processes: list[ProcessRecord]) -> Iterator[chrome.Event]:
-    """Times are those since the earliest one."""
-    calls = (call for one in processes for comm in one.comms for call in comm.calls)
-    moments = [call.issued for call in calls if call.issued] + [one.end_at for one in processes if one.end_at]
+    """Yield the events. Times are relative to the earliest one."""
+    calls = (call for process in processes for comm in process.comms for call in comm.calls)
+    moments = [call.issued for call in calls if call.issued] + [
+        process.end_at for process in processes if process.end_at
+    ]
     zero = min(moments, default=0.0)
-    for pid, process in enumerate(sorted(processes, key=lambda one: (rank_of(one), one.host, one.pid))):
+    for pid, process in enumerate(sorted(processes, key=lambda process: (rank_of(process), process.host, process.pid))):
         yield from chrome.process(pid, f"rank {rank_of(process)}", f"pid {process.pid} on {clean(process.host, 60)}")
         for tid, comm in enumerate(process.comms, 1):
             yield from chrome.lane(pid, tid, clean(comm.name, 60) or "communicator")
-            free = 0.0  # calls of a stream run one after the other
+            free = 0.0  # calls of a stream run one after another
             for call in filter(lambda call: call.issued, comm.calls):
                 open_ = call.state in (INSIDE, ISSUED)
                 begin = max(call.issued, free)

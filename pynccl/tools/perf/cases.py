@@ -1,7 +1,7 @@
-"""The collectives as perf measures them: how much of each buffer, in place or not, the call, and what has to come out.
+"""The collectives as perf measures them: buffer sizes, in-place and out-of-place buffers, calls, and expected results.
 
-Block j of what rank r sends repeats `pattern(r, j)`: small integers, known without asking any other rank. What is
-reduced is 1 or 2, so that sums and products are exact in the data type.
+Block j of rank r's send buffer repeats `pattern(r, j)`: small integers that every rank can compute locally. Values to
+reduce are 1 or 2, so that sums and products are exact in the data type.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...bindings.abi import ELEMENTS, ITEMSIZE
-from ...comm.collectives import PARTED
+from ...comm.collectives import BLOCK_COLLECTIVES
 from ...comm.communicator import Communicator
 from ...comm.groups import group
 from .options import REDUCING, ROOTED, TYPES
 
 Call = Callable[[], Any]
-PERIOD = 4093  # a prime: what lands in a wrong place is seen
+PERIOD = 4093  # a prime, so that data at a wrong offset is detected
 NEVER_IN_PLACE = ("all_to_all", "send_recv")
-_ALIGNED = 16  # bytes: blocks in the middle of a buffer begin at multiples of it, where they are as large
+_ALIGNED = 16  # bytes: alignment of blocks inside a buffer, unless they are smaller
 
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the table. count: elements, of one rank's block where there are blocks."""
+    """One row of the table. count: elements of the buffer, or of one rank's block if the buffer has blocks."""
 
     collective: str
     type: str
@@ -36,12 +36,12 @@ class Case:
 
     @property
     def nbytes(self) -> int:
-        """Of the full buffer."""
-        return self.count * ITEMSIZE[TYPES[self.type]] * (self.ranks if self.collective in PARTED else 1)
+        """Size of the full buffer."""
+        return self.count * ITEMSIZE[TYPES[self.type]] * (self.ranks if self.collective in BLOCK_COLLECTIVES else 1)
 
     @property
     def reduction(self) -> str:
-        """The operator; "" where nothing is reduced."""
+        """The reduction operator; "" if the collective does not reduce."""
         return self.op if self.collective in REDUCING else ""
 
     @property
@@ -50,10 +50,10 @@ class Case:
 
 
 def case(collective: str, type: str, op: str, root: int, ranks: int, nbytes: int) -> Case:
-    """The row whose full buffer has at most nbytes, or one element (a block) where that is more."""
+    """Return the row whose full buffer has at most nbytes, but at least one element (per block)."""
     itemsize = ITEMSIZE[TYPES[type]]
     count = nbytes // itemsize
-    if collective in PARTED:
+    if collective in BLOCK_COLLECTIVES:
         count //= ranks
         if count * itemsize >= _ALIGNED:
             count -= count % (_ALIGNED // itemsize)
@@ -61,9 +61,10 @@ def case(collective: str, type: str, op: str, root: int, ranks: int, nbytes: int
 
 
 class Buffers:
-    """What one rank sends and receives in a case.
+    """The send and receive buffers of one rank in a case.
 
-    places  (send, recv) out of place, and in place where the collective can, else None"""
+    placements  (send, recv) out of place, and in place; None if the collective has no in-place form
+    """
 
     def __init__(self, row: Case, comm: Communicator) -> None:
         import torch
@@ -72,21 +73,21 @@ class Buffers:
         sends = row.collective in ("reduce_scatter", "all_to_all", "scatter")
         receives = row.collective in ("all_gather", "all_to_all", "gather")
         self.send, self.recv = (
-            torch.zeros(row.count * (row.ranks if whole else 1), dtype=torch_type(row.type), device=comm.device)
-            for whole in (sends, receives)
+            torch.zeros(row.count * (row.ranks if full else 1), dtype=torch_type(row.type), device=comm.device)
+            for full in (sends, receives)
         )
-        self.places: list[tuple[Any, Any] | None] = [(self.send, self.recv), self._in_place()]
+        self.placements: list[tuple[Any, Any] | None] = [(self.send, self.recv), self._in_place()]
 
     def _in_place(self) -> tuple[Any, Any] | None:
-        row, own = self.case, slice(self.rank * self.case.count, (self.rank + 1) * self.case.count)
+        row, block = self.case, slice(self.rank * self.case.count, (self.rank + 1) * self.case.count)
         if row.collective in NEVER_IN_PLACE:
             return None
         if row.collective in ("gather", "scatter") and self.rank != row.root:
             return self.send, self.recv
         if row.collective in ("all_gather", "gather"):
-            return self.recv[own], self.recv
+            return self.recv[block], self.recv
         if row.collective in ("reduce_scatter", "scatter"):
-            return self.send, self.send[own]
+            return self.send, self.send[block]
         return self.recv, self.recv
 
     def _sent(self) -> list[Any]:
@@ -95,7 +96,7 @@ class Buffers:
         return [pattern(self.rank, block, row.reduction) for block in range(blocks)]
 
     def _expected(self) -> list[Any]:
-        """What each block of recv has to repeat; [] where nothing is received."""
+        """Return the pattern of each block of recv; [] if this rank receives nothing."""
         row = self.case
         name, kind, op, root, ranks = row.collective, row.type, row.reduction, row.root, row.ranks
         if name in ("reduce", "gather") and self.rank != root:
@@ -108,32 +109,32 @@ class Buffers:
         block = self.rank if name in ("all_to_all", "scatter") else 0
         return [pattern(source, block, "") for source in sources.get(name, range(ranks))]
 
-    def prepare(self, place: tuple[Any, Any]) -> None:
-        """What is sent is as it should be, what is received into is 0, which is never right."""
-        send, recv = place
+    def prepare(self, placement: tuple[Any, Any]) -> None:
+        """Fill send with its pattern and recv with 0, which is never a correct result."""
+        send, recv = placement
         recv.zero_()
         for block, values in zip(send.split(self.case.count), self._sent(), strict=True):
             fill(block, values)
 
-    def wrong(self, place: tuple[Any, Any]) -> int:
-        """Elements of recv that are wrong on this rank."""
-        blocks = place[1].split(self.case.count)
+    def wrong(self, placement: tuple[Any, Any]) -> int:
+        """Return the number of wrong elements of recv on this rank."""
+        blocks = placement[1].split(self.case.count)
         pairs = zip(blocks, self._expected(), strict=False)
-        slack = tolerance(self.case.type, self.case.ranks, self.case.reduction)
-        return sum(count_wrong(block, values, slack) for block, values in pairs)
+        rtol = tolerance(self.case.type, self.case.ranks, self.case.reduction)
+        return sum(count_wrong(block, values, rtol) for block, values in pairs)
 
     def clear(self) -> None:
-        """Zeros stay finite, however often they are added in place."""
+        """Zero both buffers, so that repeated in-place sums stay finite."""
         self.send.zero_()
         self.recv.zero_()
 
 
-def call_of(comm: Communicator, row: Case, place: tuple[Any, Any]) -> Call:
-    """The call as a user writes it, to be made again and again."""
-    send, recv = place
+def call_of(comm: Communicator, row: Case, placement: tuple[Any, Any]) -> Call:
+    """Return a function that makes the call as a user writes it."""
+    send, recv = placement
     name, root = row.collective, row.root
     if name == "send_recv":
-        return lambda: _round_a_ring(comm, send, recv)
+        return lambda: _ring_step(comm, send, recv)
     keywords: dict[str, Any] = {}
     if row.reduction:
         keywords["op"] = row.op
@@ -147,14 +148,14 @@ def call_of(comm: Communicator, row: Case, place: tuple[Any, Any]) -> Call:
     return lambda: method(send, recv, **keywords)
 
 
-def _round_a_ring(comm: Communicator, send: Any, recv: Any) -> None:
+def _ring_step(comm: Communicator, send: Any, recv: Any) -> None:
     with group():
         comm.send(send, (comm.rank + 1) % comm.size)
         comm.recv(recv, (comm.rank - 1) % comm.size)
 
 
 def torch_type(name: str) -> Any:
-    """torch's dtype of one of TYPES."""
+    """Return the torch dtype of a name in TYPES."""
     import torch
 
     return getattr(torch, next(element.name for element in ELEMENTS if element.dtype == TYPES[name]))
@@ -162,7 +163,7 @@ def torch_type(name: str) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def pattern(rank: int, block: int, op: str) -> Any:
-    """int64 [PERIOD], none of them 0: what rank sends in that block. `op` is "" where nothing is reduced."""
+    """Return the nonzero values int64 [PERIOD] that rank sends in a block. op: "" if nothing is reduced."""
     import torch
 
     generator = torch.Generator().manual_seed(1_000_003 * rank + block)
@@ -171,7 +172,7 @@ def pattern(rank: int, block: int, op: str) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def reduced(block: int, ranks: int, name: str, op: str) -> Any:
-    """What the reduction of all ranks' block is: int64 [PERIOD], float64 for a floating-point type."""
+    """Return the reduction of a block over all ranks: int64 [PERIOD], or float64 for a floating-point type."""
     import torch
 
     rows = torch.stack([pattern(rank, block, op) for rank in range(ranks)])
@@ -183,14 +184,14 @@ def reduced(block: int, ranks: int, name: str, op: str) -> Any:
 
 
 def tolerance(name: str, ranks: int, op: str) -> float:
-    """By how much of its value a result may be off: sums are exact as long as the type has all integers up to them."""
+    """Return the allowed relative error of a result: 0 while the type represents all integers up to the sum."""
     import torch
 
     kind = torch_type(name)
     if not op or not kind.is_floating_point:
         return 0.0
     eps = torch.finfo(kind).eps
-    if op == "avg":  # some multiply by 1/N before they add
+    if op == "avg":  # some implementations multiply by 1/N before they add
         return max(4, ranks) * eps
     return ranks * eps if ranks * eps > 1 else 0.0
 
@@ -198,24 +199,24 @@ def tolerance(name: str, ranks: int, op: str) -> float:
 def fill(target: Any, values: Any) -> None:
     """Repeat values [PERIOD] over target [n]."""
     row = values.to(target.device, target.dtype)
-    whole = target.numel() // PERIOD
-    if whole:
-        target[: whole * PERIOD].view(whole, PERIOD).copy_(row)
-    target[whole * PERIOD :].copy_(row[: target.numel() - whole * PERIOD])
+    repeats = target.numel() // PERIOD
+    if repeats:
+        target[: repeats * PERIOD].view(repeats, PERIOD).copy_(row)
+    target[repeats * PERIOD :].copy_(row[: target.numel() - repeats * PERIOD])
 
 
-def count_wrong(result: Any, values: Any, slack: float) -> int:
-    """How many elements of result [n] are not what values [PERIOD], repeated, says. slack: as of `tolerance`."""
+def count_wrong(result: Any, values: Any, rtol: float) -> int:
+    """Return how many elements of result [n] differ from values [PERIOD], repeated. rtol: from `tolerance`."""
     import torch
 
-    row = values.to(result.device, torch.float64 if slack else result.dtype)
+    row = values.to(result.device, torch.float64 if rtol else result.dtype)
     wrong = 0
-    for part in result.split(PERIOD * 256):  # what a comparison makes stays small
-        whole = part.numel() // PERIOD * PERIOD
-        for piece in (part[:whole].view(-1, PERIOD), part[whole:].view(1, -1)):
+    for chunk in result.split(PERIOD * 256):  # chunks keep the temporaries of the comparison small
+        end = chunk.numel() // PERIOD * PERIOD
+        for piece in (chunk[:end].view(-1, PERIOD), chunk[end:].view(1, -1)):
             expected = row[: piece.shape[1]]
-            if slack:  # NaN is wrong, too
-                right = (piece.to(torch.float64) - expected).abs() <= slack * expected.abs()
+            if rtol:  # NaN counts as wrong
+                right = (piece.to(torch.float64) - expected).abs() <= rtol * expected.abs()
             else:
                 right = piece == expected
             wrong += int((~right).sum())

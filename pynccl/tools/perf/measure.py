@@ -1,6 +1,6 @@
-"""One case measured: warm up, time, check; torch by turns where it is compared with. The slowest rank counts.
+"""Measure one case: warm up, time, check. With --compare, alternate with torch. The slowest rank counts.
 
-Seconds per iteration are those of the host's clock on the host library, between events of the stream on a GPU.
+Iterations are timed with the host's clock on the host library, and with events on the stream on a GPU.
 """
 
 from __future__ import annotations
@@ -20,96 +20,97 @@ from ...comm.redop import Op
 from ..command import FailedError
 from .cases import Buffers, Call, Case, call_of
 
-PLACES = ("out-of-place", "in-place")
-_MOST_TURNS, _LEAST_A_TURN = 8, 5
+PLACEMENTS = ("out-of-place", "in-place")
+_MAX_TURNS, _MIN_ITERATIONS_PER_TURN = 8, 5
 
 
 @dataclass
 class Side:
-    """What was measured of one case in one place, combined over the ranks. Seconds."""
+    """Measurement of one case out of place or in place: seconds, the maximum over the ranks."""
 
     times: list[float]  # of each iteration, in the order in which they ran
     mean: float
-    wrong: int | None = None  # elements of all ranks; None: not checked
-    torch: float | None = None  # mean of torch's iterations; None: not measured, or torch cannot
+    wrong: int | None = None  # wrong elements on all ranks; None: not checked
+    torch: float | None = None  # mean of torch's iterations; None: not measured, or unsupported by torch
 
 
 @dataclass
 class Row:
     case: Case
-    sides: list[Side | None]  # out of place, in place; None where the collective cannot
+    sides: list[Side | None]  # out of place, in place; None if the collective has no in-place form
 
     @property
     def wrong(self) -> int:
         return sum(side.wrong or 0 for side in self.sides if side)
 
     def bandwidths(self, seconds: float) -> tuple[float, float]:
-        """Of the algorithm and of the bus, in GB/s."""
+        """Return algbw and busbw in GB/s."""
         algorithm = self.case.nbytes / seconds * 1e-9 if seconds else 0.0
         return algorithm, algorithm * bus_factor(self.case.collective, self.case.ranks)
 
 
-class UnfitError(FailedError):
-    """A rank has not the memory for a size."""
+class AllocationError(FailedError):
+    """A rank cannot allocate the buffers of a size."""
 
 
-def measured(comm: Communicator, case: Case, options: argparse.Namespace) -> Row:
-    """The row of the table, equal on all ranks."""
-    buffers = _made(comm, case)
-    return Row(case, [_side(comm, buffers, index, options) for index in (0, 1)])
+def measure_case(comm: Communicator, case: Case, options: argparse.Namespace) -> Row:
+    """Measure a row of the table. All ranks return the same row."""
+    buffers = _allocate(comm, case)
+    return Row(case, [_measure_side(comm, buffers, index, options) for index in (0, 1)])
 
 
-def _made(comm: Communicator, case: Case) -> Buffers:
-    """The buffers; an error on all ranks if one of them has not the memory."""
-    buffers, why = None, ""
+def _allocate(comm: Communicator, case: Case) -> Buffers:
+    """Allocate the buffers. Raises on all ranks if one of them is out of memory."""
+    buffers, reason = None, ""
     try:
         buffers = Buffers(case, comm)
     except (RuntimeError, MemoryError) as error:
-        why = str(error).partition("\n")[0] or "out of memory"
-    failed = across(comm, [float(buffers is None)], "max")[0]
+        reason = str(error).partition("\n")[0] or "out of memory"
+    failed = reduce_over_ranks(comm, [float(buffers is None)], "max")[0]
     if buffers is None or failed:
-        raise UnfitError(
-            f"{case.nbytes} bytes of {case.collective}: {why or 'another rank has failed'}; pass a smaller -e"
+        raise AllocationError(
+            f"{case.nbytes} bytes of {case.collective}: {reason or 'another rank failed'}; pass a smaller -e"
         )
     return buffers
 
 
-def _side(comm: Communicator, buffers: Buffers, index: int, options: argparse.Namespace) -> Side | None:
-    place = buffers.places[index]
-    if place is None:
+def _measure_side(comm: Communicator, buffers: Buffers, index: int, options: argparse.Namespace) -> Side | None:
+    placement = buffers.placements[index]
+    if placement is None:
         return None
     case = buffers.case
-    call = call_of(comm, case, place)
-    theirs = _torchs(comm, case, place, index == 1) if options.compare else None
+    call = call_of(comm, case, placement)
+    torch_call = _supported_torch_call(comm, case, placement, index == 1) if options.compare else None
     buffers.clear()
-    for one in [call, theirs] if theirs else [call]:
+    for function in [call, torch_call] if torch_call else [call]:
         for _ in range(options.warmup_iters):
-            one()
-    times, torchs = _by_turns(comm, call, theirs, options.iters)
-    side = Side(across(comm, times, "max"), across(comm, [statistics.fmean(times)], "max")[0])
-    if torchs:
-        side.torch = across(comm, [statistics.fmean(torchs)], "max")[0]
+            function()
+    times, torch_times = _alternate(comm, call, torch_call, options.iters)
+    side = Side(reduce_over_ranks(comm, times, "max"), reduce_over_ranks(comm, [statistics.fmean(times)], "max")[0])
+    if torch_times:
+        side.torch = reduce_over_ranks(comm, [statistics.fmean(torch_times)], "max")[0]
     if options.check:
-        side.wrong = _wrong(comm, buffers, place, call, options.check)
+        side.wrong = _count_wrong(comm, buffers, placement, call, options.check)
     return side
 
 
-def _by_turns(comm: Communicator, call: Call, theirs: Call | None, count: int) -> tuple[list[float], list[float]]:
-    if theirs is None:
+def _alternate(comm: Communicator, call: Call, torch_call: Call | None, count: int) -> tuple[list[float], list[float]]:
+    """Return seconds of count iterations of each call, measured in alternating turns."""
+    if torch_call is None:
         return iterations(comm, call, count), []
-    turns = max(min(_MOST_TURNS, count // _LEAST_A_TURN), 1)
-    ours: list[float] = []
-    torchs: list[float] = []
+    turns = max(min(_MAX_TURNS, count // _MIN_ITERATIONS_PER_TURN), 1)
+    times: list[float] = []
+    torch_times: list[float] = []
     for turn in range(turns):
         part = count * (turn + 1) // turns - count * turn // turns
-        ours += iterations(comm, call, part)
-        torchs += iterations(comm, theirs, part)
-    return ours, torchs
+        times += iterations(comm, call, part)
+        torch_times += iterations(comm, torch_call, part)
+    return times, torch_times
 
 
-def _torchs(comm: Communicator, case: Case, place: tuple[Any, Any], in_place: bool) -> Call | None:
-    """torch's call, if it can be made on all ranks: its backends know fewer types and operators."""
-    call = torchs_call(case, comm.rank, place, in_place)
+def _supported_torch_call(comm: Communicator, case: Case, placement: tuple[Any, Any], in_place: bool) -> Call | None:
+    """Return torch's call, or None if it fails on a rank: torch's backends support fewer types and operators."""
+    call = make_torch_call(case, comm.rank, placement, in_place)
     if call is None:
         return None
     try:
@@ -117,29 +118,29 @@ def _torchs(comm: Communicator, case: Case, place: tuple[Any, Any], in_place: bo
         failed = 0.0
     except (RuntimeError, ValueError, TypeError, NotImplementedError):
         failed = 1.0
-    return None if across(comm, [failed], "max")[0] else call
+    return None if reduce_over_ranks(comm, [failed], "max")[0] else call
 
 
-def _wrong(comm: Communicator, buffers: Buffers, place: tuple[Any, Any], call: Call, rounds: int) -> int:
-    """Elements that are wrong, of all ranks and rounds."""
+def _count_wrong(comm: Communicator, buffers: Buffers, placement: tuple[Any, Any], call: Call, rounds: int) -> int:
+    """Return the number of wrong elements, summed over ranks and rounds."""
     found = 0
     for _ in range(rounds):
-        buffers.prepare(place)
-        comm.barrier()  # what is sent is ready before another rank reads it, and one stream orders what a GPU does
+        buffers.prepare(placement)
+        comm.barrier()  # send buffers are ready before other ranks read them; on a GPU one stream orders the work
         call()
-        found += buffers.wrong(place)
-    return round(across(comm, [float(found)], "sum")[0])
+        found += buffers.wrong(placement)
+    return round(reduce_over_ranks(comm, [float(found)], "sum")[0])
 
 
 # ---------------------------------------------------------------------------------------------------- clocks
 
 
 def iterations(comm: Communicator, call: Call, count: int) -> list[float]:
-    """Seconds of each of count calls on this rank, after a barrier and one call more."""
+    """Return the seconds of each of count calls on this rank, after a barrier and one untimed call."""
     if not comm.library.is_host:
         return _on_the_stream(comm, call, count)
     comm.barrier()
-    call()  # waits for the rank that leaves the barrier last, which takes longer than a small collective
+    call()  # absorbs the wait for the rank that leaves the barrier last, which exceeds a small collective's time
     stamps = [time.perf_counter()]
     for _ in range(count):
         call()
@@ -160,8 +161,8 @@ def _on_the_stream(comm: Communicator, call: Call, count: int) -> list[float]:
     return [before.elapsed_time(after) * 1e-3 for before, after in itertools.pairwise(events)]
 
 
-def across(comm: Communicator, values: list[float], op: Op) -> list[float]:
-    """The values of all ranks reduced, element by element."""
+def reduce_over_ranks(comm: Communicator, values: list[float], op: Op) -> list[float]:
+    """Reduce the values over all ranks, element by element."""
     import torch
 
     row = torch.tensor(values, dtype=torch.float64, device=comm.device)
@@ -173,53 +174,53 @@ def across(comm: Communicator, values: list[float], op: Op) -> list[float]:
 
 
 def connect_torch(comm: Communicator) -> str:
-    """Make torch's default group of the same ranks. Returns the name of its backend."""
+    """Create torch's default process group on the same ranks. Return the name of its backend."""
     import torch
     import torch.distributed as dist
 
-    warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames two of its functions
+    warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames two functions
     backend = dist.get_default_backend_for_device(torch.device(comm.device))
     if comm.size == 1:
         store: Any = dist.HashStore()
-    else:  # which torchrun's agent serves, or pynccl.init has served by now
+    else:  # torchrun's agent or pynccl.init serves this store
         master = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
         store = dist.PrefixStore(f"pynccl/perf/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", master)
     dist.init_process_group(backend, store=store, rank=comm.rank, world_size=comm.size)
     return backend
 
 
-def leave_torch() -> None:
+def disconnect_torch() -> None:
     import torch.distributed as dist
 
     dist.destroy_process_group()
 
 
-def torchs_call(row: Case, rank: int, place: tuple[Any, Any], in_place: bool) -> Call | None:
-    """torch's call, or None where it has none: all_reduce, broadcast and reduce are in place there, the rest is not."""
+def make_torch_call(row: Case, rank: int, placement: tuple[Any, Any], in_place: bool) -> Call | None:
+    """Return torch's call, or None: its all_reduce, broadcast and reduce are in place only, the others out of place."""
     import torch.distributed as dist
 
-    send, recv = place
+    send, recv = placement
     if in_place != (row.collective in ("all_reduce", "broadcast", "reduce")):
         return None
     op = {"prod": "PRODUCT"}.get(row.op, row.op.upper())
-    kind: Any = getattr(dist.ReduceOp, op)
+    reduce_op: Any = getattr(dist.ReduceOp, op)
     rows = list(recv.split(row.count)) if rank == row.root else None
-    parts = list(send.split(row.count)) if rank == row.root else None
+    blocks = list(send.split(row.count)) if rank == row.root else None
     calls: dict[str, Call] = {
-        "all_reduce": lambda: dist.all_reduce(recv, kind),
+        "all_reduce": lambda: dist.all_reduce(recv, reduce_op),
         "broadcast": lambda: dist.broadcast(recv, row.root),
-        "reduce": lambda: dist.reduce(recv, row.root, kind),
+        "reduce": lambda: dist.reduce(recv, row.root, reduce_op),
         "all_gather": lambda: dist.all_gather_into_tensor(recv, send),
-        "reduce_scatter": lambda: dist.reduce_scatter_tensor(recv, send, kind),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(recv, send, reduce_op),
         "all_to_all": lambda: dist.all_to_all_single(recv, send),
         "gather": lambda: dist.gather(send, rows, row.root),
-        "scatter": lambda: dist.scatter(recv, parts, row.root),
-        "send_recv": lambda: _round_a_ring(rank, row.ranks, send, recv),
+        "scatter": lambda: dist.scatter(recv, blocks, row.root),
+        "send_recv": lambda: _ring_step(rank, row.ranks, send, recv),
     }
     return calls[row.collective]
 
 
-def _round_a_ring(rank: int, ranks: int, send: Any, recv: Any) -> None:
+def _ring_step(rank: int, ranks: int, send: Any, recv: Any) -> None:
     import torch.distributed as dist
 
     pair = [

@@ -1,4 +1,4 @@
-"""What the command line of perf says: sizes in bytes, types, operators, and what does not fit together."""
+"""Command line of perf: sizes in bytes, data types, operators, and checks of combinations."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import re
 
 from ...bindings.abi import DataType, RedOp
-from ..command import number, output_file, whole
+from ..command import name_in, number, output_file, whole
 
 COLLECTIVES = (
     "all_reduce",
@@ -21,7 +21,7 @@ COLLECTIVES = (
 )
 REDUCING = ("all_reduce", "reduce_scatter", "reduce")
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
-# The types under nccl-tests' names.
+# nccl-tests' names of the data types
 TYPES: dict[str, DataType] = {
     "int8": DataType.INT8,
     "uint8": DataType.UINT8,
@@ -40,8 +40,9 @@ OPERATORS = tuple(op.name.lower() for op in RedOp)
 DEFAULT_END = 32 << 20
 FAILED = "wrong results, or a bandwidth below --min-busbw"
 EXAMPLES = """
-Sizes: bytes, or with K, M, G, T for powers of 1024. The size is that of the full buffer: send of all_reduce,
-broadcast, reduce and send_recv, the output of all_gather and gather, the input of reduce_scatter, all_to_all, scatter.
+Sizes are in bytes, or with K, M, G, T in powers of 1024. A size is that of the full buffer: the send buffer of
+all_reduce, broadcast, reduce and send_recv, the output of all_gather and gather, the input of reduce_scatter,
+all_to_all and scatter.
 
 examples:
   torchrun --nproc-per-node=2 -m pynccl perf all_reduce -b 8 -e 1M -f 4
@@ -53,39 +54,47 @@ examples:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("collective", choices=COLLECTIVES, help="what is measured; send_recv goes round a ring")
+    add("collective", type=name_in(COLLECTIVES), choices=COLLECTIVES, help="to measure; send_recv runs around a ring")
     add("-b", "--minbytes", type=size, metavar="SIZE", help="first size (32M)")
     add("-e", "--maxbytes", type=size, metavar="SIZE", help="last size (32M, or -b if that is more)")
     add("-f", "--stepfactor", type=whole(2), default=2, metavar="N", help="factor from one size to the next (2)")
-    add("-n", "--iters", type=whole(1), default=20, metavar="N", help="iterations that are timed (20)")
-    add("-w", "--warmup_iters", type=whole(0), default=5, metavar="N", help="iterations before them (5)")
-    add("-c", "--check", type=whole(0), default=1, metavar="N", help="calls checked of each size; 0: none (1)")
-    add("-d", "--datatype", choices=TYPES, default="float", metavar="TYPE", help=f"{', '.join(TYPES)} (float)")
-    add("-o", "--op", choices=OPERATORS, default="sum", metavar="OP", help=f"{', '.join(OPERATORS)} (sum)")
-    add("-r", "--root", type=whole(0), default=0, metavar="RANK", help="of those with a root (0)")
-    add("-J", "--json", type=output_file, metavar="FILE", help="write everything as JSON, too: each iteration's time")
-    add("--compare", choices=["torch"], help="the same by torch.distributed, by turns")
-    busbw = "exit code 1 if the average bus bandwidth is below"
+    add("-n", "--iters", type=whole(1), default=20, metavar="N", help="timed iterations (20)")
+    add("-w", "--warmup_iters", type=whole(0), default=5, metavar="N", help="warm-up iterations (5)")
+    add("-c", "--check", type=whole(0), default=1, metavar="N", help="calls to check per size; 0: none (1)")
+    types, op = name_in(TYPES), name_in(OPERATORS)
+    names = f"{', '.join(TYPES)} (float)"
+    add("-d", "--datatype", type=types, choices=TYPES, default="float", metavar="TYPE", help=names)
+    add("-o", "--op", type=op, choices=OPERATORS, default="sum", metavar="OP", help=f"{', '.join(OPERATORS)} (sum)")
+    add("-r", "--root", type=whole(0), default=0, metavar="RANK", help="root of broadcast, reduce, gather, scatter (0)")
+    add(
+        "-J",
+        "--json",
+        type=output_file,
+        metavar="FILE",
+        help="also write all results and iteration times as JSON",
+    )
+    add("--compare", choices=["torch"], help="also measure torch.distributed, alternating with pynccl")
+    busbw = "exit with 1 if the average bus bandwidth is lower"
     add("--min-busbw", type=number(0, "GB/s"), metavar="GB/s", help=busbw)
 
 
 def problem(options: argparse.Namespace, ranks: int) -> str:
-    """What does not fit together, found on every rank alike; "" if all is well. Fills in what was left open."""
+    """Return the error of an invalid combination, equal on all ranks, or "". Fill in the default sizes."""
     if options.minbytes is None:
         options.minbytes = min(DEFAULT_END, options.maxbytes or DEFAULT_END)
     if options.maxbytes is None:
         options.maxbytes = max(DEFAULT_END, options.minbytes)
     if options.maxbytes < options.minbytes:
-        return f"-e {options.maxbytes} is less than -b {options.minbytes}: pass sizes from small to large"
+        return f"-e {options.maxbytes} is less than -b {options.minbytes}; pass sizes from small to large"
     if options.root >= ranks:
         return f"-r {options.root}: expected a rank in 0..{ranks - 1}"
     if options.collective not in REDUCING and options.op != "sum":
-        return f"-o: {options.collective} reduces nothing: leave it away"
+        return f"-o {options.op}: {options.collective} has no reduction operator; omit -o"
     return ""
 
 
 def sizes(first: int, last: int, factor: int) -> list[int]:
-    """Bytes, from `first` to `last`."""
+    """Return the sizes in bytes from `first` up to `last`."""
     found = [first]
     while found[-1] * factor <= last:
         found.append(found[-1] * factor)
@@ -93,7 +102,7 @@ def sizes(first: int, last: int, factor: int) -> list[int]:
 
 
 def size(text: str) -> int:
-    """Bytes: 8, 4K, 1G; powers of 1024."""
+    """Parse a size in bytes, such as 8, 4K or 1G; the units are powers of 1024."""
     found = re.fullmatch(r"([0-9]+)([KMGT]?)B?", text.upper())
     if not found or not int(found[1]):
         raise argparse.ArgumentTypeError(f"{text!r}: expected bytes, 1 or more, such as 8, 4K, 128M or 1G")

@@ -1,4 +1,4 @@
-"""What a rank does when calls are fuzzed: makes the calls of a seed, says what came of each. See calling.py."""
+"""The rank side of fuzzed calls: make the calls of the seeds and record their outcomes. See calling.py."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pynccl import Communicator
 from .call_targets import BINDING
 from .call_targets_autograd import AUTOGRAD
 from .call_values import BUFFERS, SCALARS, Hostile, logical, numbers
-from .calling import BUFFER_KINDS, FINE, Arguments, Target, pool
+from .calling import BUFFER_KINDS, VALID, Arguments, Target, values_of_kind
 
 TARGETS = [*BINDING, *AUTOGRAD]
 PACKAGES = tuple(f"{os.path.dirname(str(package.__file__))}{os.sep}" for package in (pynccl, ad))
@@ -30,7 +30,7 @@ SLOW_SECONDS = 5.0
 
 
 class Record(NamedTuple):
-    """What came of one call on this rank."""
+    """The outcome of one call on this rank."""
 
     seed: int
     text: str
@@ -39,7 +39,7 @@ class Record(NamedTuple):
 
 
 class Environment:
-    """What values are made of, on this rank."""
+    """The communicators, streams, memory etc. of this rank that values refer to."""
 
     def __init__(self, comm: Communicator) -> None:
         self.comm, self.rank, self.size = comm, comm.rank, comm.size
@@ -86,7 +86,7 @@ class Environment:
 
 
 def value(env: Environment, name: Any, rank: int) -> Any:
-    """The value of a name, as rank `rank` passes it; what is no name is itself."""
+    """Return the value that `rank` passes for a name; anything other than a known name is its own value."""
     if not isinstance(name, str):
         return list(name) if isinstance(name, list) else name
     if name == "partner":
@@ -101,7 +101,7 @@ def value(env: Environment, name: Any, rank: int) -> Any:
 
 
 class Plan(NamedTuple):
-    """The call of a seed: the target, and the name of each argument."""
+    """The call of a seed: the target, and the name of each argument's value."""
 
     target: Target
     names: dict[str, Any]
@@ -109,7 +109,7 @@ class Plan(NamedTuple):
 
 
 def plan(seed: int) -> Plan:
-    """One or two arguments of a target exchanged; now and then none."""
+    """Draw a target and replace zero to two of its arguments."""
     rng = random.Random(seed)
     target = rng.choice(TARGETS)
     names = {
@@ -121,18 +121,18 @@ def plan(seed: int) -> Plan:
     for role in roles:
         kind = target.good[role][0]
         if kind != "partner":
-            names[role] = rng.choice(pool(kind))
+            names[role] = rng.choice(values_of_kind(kind))
     changed = tuple(role for role in roles if target.good[role][0] != "partner")
     return Plan(target, names, changed)
 
 
-def text_of(one: Plan) -> str:
-    given = ", ".join(f"{role}={name}" for role, name in one.names.items())
-    return f"{one.target.name}({given})"
+def text_of(drawn: Plan) -> str:
+    args = ", ".join(f"{role}={name}" for role, name in drawn.names.items())
+    return f"{drawn.target.name}({args})"
 
 
 def run(comm: Communicator, seeds: list[int]) -> list[Record]:
-    """Make the calls of the seeds; between them a good one, which must be right."""
+    """Make the calls of the seeds, and after each a valid call, which must return the right result."""
     warnings.simplefilter("ignore")
     env = _environments.get(id(comm))
     if env is None:
@@ -154,7 +154,7 @@ _environments: dict[int, Environment] = {}
 
 
 def check_usable(env: Environment, last: Record) -> None:
-    """A good call after bad ones: nothing was launched, and no group is open."""
+    """Check with a valid call that the last one launched nothing and left no group open."""
     y = env.comm.all_reduce(torch.full((3,), env.rank + 1.0, dtype=torch.float64))
     wanted = env.size * (env.size + 1) / 2
     if y.tolist() != [wanted] * 3:
@@ -162,55 +162,55 @@ def check_usable(env: Environment, last: Record) -> None:
 
 
 def make(env: Environment, seed: int) -> Record:
-    one = plan(seed)
-    text = text_of(one)
-    target = one.target
+    drawn = plan(seed)
+    text = text_of(drawn)
+    target = drawn.target
     try:
-        rows = [{role: value(env, name, r) for role, name in one.names.items()} for r in range(env.size)]
-        given = rows[env.rank]
+        rows = [{role: value(env, name, r) for role, name in drawn.names.items()} for r in range(env.size)]
+        args = rows[env.rank]
         before = [dict(row) for row in rows]
     except Exception as error:
         return Record(seed, text, "broken", f"the arguments could not be made: {error!r}")
     expected = expectation(target, before, env)
     try:
-        result = target.call(env, given)
-        complete(env, given)
+        result = target.call(env, args)
+        complete(env, args)
     except Exception as error:
-        return Record(seed, text, *judge(one, given, error))
-    if refused := must_refuse(one, given, env.size):
-        return Record(seed, text, "accepted", f"{refused}; returned {short(result)}")
+        return Record(seed, text, *judge(drawn, args, error))
+    if reason := must_raise(drawn, args, env.size):
+        return Record(seed, text, "accepted", f"{reason}; returned {short(result)}")
     return Record(seed, text, *compare(expected, result))
 
 
-def complete(env: Environment, given: Arguments) -> None:
-    stream = given.get("stream")
+def complete(env: Environment, args: Arguments) -> None:
+    stream = args.get("stream")
     if stream is env.stream or (isinstance(stream, int) and stream == env.stream.handle):
         env.stream.synchronize()
 
 
-def must_refuse(one: Plan, given: Arguments, ranks: int) -> str:
-    """Why this call should have raised; "" if it may succeed."""
-    for role in one.changed:
-        kind = one.target.good[role][0]
-        name = one.names[role]
+def must_raise(drawn: Plan, args: Arguments, ranks: int) -> str:
+    """Return why this call should have raised; "" if it may succeed."""
+    for role in drawn.changed:
+        kind = drawn.target.good[role][0]
+        name = drawn.names[role]
         if isinstance(name, str) and name.startswith("buffer "):
-            if BUFFERS[name.removeprefix("buffer ")].refused and kind != "tensor":
+            if BUFFERS[name.removeprefix("buffer ")].invalid and kind != "tensor":
                 return f"{role} is {name}, which NCCL cannot take"
         elif kind in BUFFER_KINDS:
             tensor = isinstance(name, str) and name.startswith(("torch.tensor", "np.array", "memory"))
             if not tensor and not (name == "None" and kind == "recv"):
-                return f"{role} is {name}, which is no buffer"
+                return f"{role} is {name}, which is not a buffer"
         elif name in ("destroyed comm", "aborted comm") and kind in ("self", "ad comm"):
             return f"{role} is a {name}"
         elif kind == "ad comm" and name != "comm":
-            return f"{role} is {name}, which is no communicator"
-        elif kind in FINE and one.names[role] != one.target.good[role][1] and not FINE[kind](given[role], ranks):
-            return f"{role} is {name}, which is no {kind}"
+            return f"{role} is {name}, which is not a communicator"
+        elif kind in VALID and drawn.names[role] != drawn.target.good[role][1] and not VALID[kind](args[role], ranks):
+            return f"{role} is {name}, which is not a valid {kind}"
     return ""
 
 
 def expectation(target: Target, rows: list[Arguments], env: Environment) -> Tensor | None:
-    """What the call must give if it gives anything; None where that is not known."""
+    """Return the result that the call must have if it returns; None if unknown."""
     if target.right is None:
         return None
     try:
@@ -249,29 +249,29 @@ REMEDY = re.compile(
 KINDS = (TypeError, ValueError, NotImplementedError, pynccl.NcclError)
 
 
-def judge(one: Plan, given: Arguments, error: Exception) -> tuple[str, str]:
-    """Whether the error is for the user: of the right kind, raised on purpose, naming the argument and the remedy."""
+def judge(drawn: Plan, args: Arguments, error: Exception) -> tuple[str, str]:
+    """Return "clear" if the error has an expected type, comes from a check and names the argument and the remedy."""
     message = f"{type(error).__name__}: {error}"
     place = traceback.extract_tb(error.__traceback__)[-1]
     line = place.line or ""
     why = ""
     if not isinstance(error, KINDS) or isinstance(error, (UnicodeError,)):
-        why = "is of another kind"
+        why = "has another type"
     elif not (place.filename.startswith(PACKAGES) and line.startswith("raise")):
         why = "comes from Python or torch, not from a check"
-    elif not names_it(one, given, str(error)):
-        why = "names neither the argument nor the operation"
+    elif not names_argument(drawn, args, str(error)):
+        why = "does not name the argument, its value or the operation"
     elif not REMEDY.search(str(error)):
-        why = "says neither what was expected nor what to do"
+        why = "does not say what was expected or what to do"
     if why:
         return "unclear", f"{message}\n      ({why}; raised at {place.filename}:{place.lineno}: {line[:100]})"
     return "clear", message
 
 
-def names_it(one: Plan, given: Arguments, message: str) -> bool:
-    """Whether the message has the name of an argument that was changed, its value, or the operation's name."""
-    words = [*one.target.name.split("."), *one.target.words, *one.target.good]
-    for role in one.changed:
-        words += [type(given[role]).__name__, short(given[role])[:40]]
-        words += [] if isinstance(given[role], (Tensor, Hostile)) else [str(given[role])[:40]]
+def names_argument(drawn: Plan, args: Arguments, message: str) -> bool:
+    """Return whether the message contains the name of an argument, the value of a replaced one, or the operation."""
+    words = [*drawn.target.name.split("."), *drawn.target.words, *drawn.target.good]
+    for role in drawn.changed:
+        words += [type(args[role]).__name__, short(args[role])[:40]]
+        words += [] if isinstance(args[role], (Tensor, Hostile)) else [str(args[role])[:40]]
     return any(word and word in message for word in words)

@@ -1,4 +1,4 @@
-"""The calls of pynccl that are fuzzed, each with good arguments, of which some are exchanged. See calling.py."""
+"""The fuzzed calls of pynccl with valid arguments, some of which are replaced. See calling.py."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def _reduce_scatter_v(rows: list[Arguments], rank: int, n: int) -> Any:
 
 
 def method(name: str, **fixed: Any) -> Callable[[Any, Arguments], Any]:
-    """A method of the communicator under test."""
-    return lambda env, given: getattr(given["comm"], name)(**{k: v for k, v in given.items() if k != "comm"}, **fixed)
+    """Return a function that calls the method of the communicator under test."""
+    return lambda env, args: getattr(args["comm"], name)(**{k: v for k, v in args.items() if k != "comm"}, **fixed)
 
 
 COMM = ("self", "comm")
@@ -88,39 +88,39 @@ SEND, RECV = ("buffer", "tensor"), ("recv", "tensor")
 
 
 def _self_method(name: str) -> Callable[[Any, Arguments], Any]:
-    """On a communicator of one rank, which is the root: there the root's buffers are looked at on every rank."""
-    return lambda env, given: getattr(env.alone, name)(**given)
+    """Return a function that calls the method on a communicator of one rank, so that every rank checks as root."""
+    return lambda env, args: getattr(env.alone, name)(**args)
 
 
-def _exchange(env: Any, given: Arguments) -> Any:
+def _exchange(env: Any, args: Arguments) -> Any:
     """send and recv around the ring of ranks, as one group."""
     comm = env.comm
     with pynccl.group():
-        comm.send(given["send"], given["peer"], stream=given["stream"])
-        return comm.recv(given["recv"], given["peer"], stream=given["stream"])
+        comm.send(args["send"], args["peer"], stream=args["stream"])
+        return comm.recv(args["recv"], args["peer"], stream=args["stream"])
 
 
-def _plan(env: Any, given: Arguments) -> Any:
-    plan = env.comm.plan.all_reduce(given["send"], given["recv"], given["op"])
-    plan(given["stream"])
+def _plan(env: Any, args: Arguments) -> Any:
+    plan = env.comm.plan.all_reduce(args["send"], args["recv"], args["op"])
+    plan(args["stream"])
     return plan.recv
 
 
-def _split(env: Any, given: Arguments) -> Any:
-    made = env.comm.split(given["color"], given["key"], given["config"])
+def _split(env: Any, args: Arguments) -> Any:
+    made = env.comm.split(args["color"], args["key"], args["config"])
     if made is not None:
         made.destroy()
 
 
-def _init(env: Any, given: Arguments) -> Any:
-    made = pynccl.Communicator.init(**given)
+def _init(env: Any, args: Arguments) -> Any:
+    made = pynccl.Communicator.init(**args)
     y = made.all_reduce(torch.ones(2))
     made.destroy()
     return y
 
 
-def _init_all(env: Any, given: Arguments) -> None:
-    for made in pynccl.Communicator.init_all(**given):
+def _init_all(env: Any, args: Arguments) -> None:
+    for made in pynccl.Communicator.init_all(**args):
         made.destroy()
 
 
@@ -128,26 +128,26 @@ def _close(made: Any) -> Any:
     made.close()
 
 
-def _pre_mul_sum(env: Any, given: Arguments) -> Any:
-    operator = env.comm.pre_mul_sum(**given)
+def _pre_mul_sum(env: Any, args: Arguments) -> Any:
+    operator = env.comm.pre_mul_sum(**args)
     operator.destroy()
 
 
-def _mem_alloc(env: Any, given: Arguments) -> Any:
-    memory = pynccl.mem_alloc(**given)
+def _mem_alloc(env: Any, args: Arguments) -> Any:
+    memory = pynccl.mem_alloc(**args)
     memory.free()
 
 
-def _from_store(env: Any, given: Arguments) -> Any:
+def _from_store(env: Any, args: Arguments) -> Any:
     store = torch.distributed.HashStore()
-    made = pynccl.from_store(store, **given)
+    made = pynccl.from_store(store, **args)
     made.destroy()
 
 
 BINDING = [
     Target("all_reduce", method("all_reduce"),
            {"comm": COMM, "send": SEND, "recv": RECV, "op": OP, "stream": STREAM, "config": CONFIG}, right_all_reduce),
-    Target("all_reduce", lambda env, given: env.comm.all_reduce(given["send"], given["send"], given["op"]),
+    Target("all_reduce", lambda env, args: env.comm.all_reduce(args["send"], args["send"], args["op"]),
            {"send": SEND, "op": OP}),
     Target("all_reduce", method("all_reduce"),
            {"comm": COMM, "send": SEND, "op": OP, "stream": STREAM}, right_all_reduce),
@@ -182,70 +182,70 @@ BINDING = [
     Target("reduce_scatter_v", method("reduce_scatter_v"),
            {"comm": COMM, "send": SEND, "recv": ("recv", "2 elements"), "op": OP, "counts": ("counts", [2, 2]),
             "stream": STREAM}, _reduce_scatter_v),
-    Target("send", lambda env, given: env.comm.send(**given),
+    Target("send", lambda env, args: env.comm.send(**args),
            {"buf": ("no buffer", "sparse"), "peer": ("rank", 0)}),
-    Target("recv", lambda env, given: env.comm.recv(**given),
+    Target("recv", lambda env, args: env.comm.recv(**args),
            {"buf": ("no buffer", "sparse"), "peer": ("rank", 0)}),
-    Target("exchange", _exchange,  # both of one size, since a peer's other size is found out only under way
+    Target("exchange", _exchange,  # equal sizes, since a mismatch with the peer is detected only during the transfer
            {"send": ("no buffer", "buffer tensor"), "recv": ("no buffer", "buffer tensor"),
             "peer": ("partner", "partner"), "stream": STREAM}, words=("send", "recv")),
     Target("plan", _plan, {"send": SEND, "recv": RECV, "op": OP, "stream": STREAM}, right_all_reduce, ("all_reduce",)),
-    Target("plan.group", lambda env, given: env.comm.plan.group(given["plans"]), {"plans": ("nothing else", [None])},
+    Target("plan.group", lambda env, args: env.comm.plan.group(args["plans"]), {"plans": ("nothing else", [None])},
            words=("plan", "group")),
-    Target("barrier", lambda env, given: given["comm"].barrier(), {"comm": COMM}),
+    Target("barrier", lambda env, args: args["comm"].barrier(), {"comm": COMM}),
     Target("split", _split, {"color": ("color", 0), "key": ("key", 0), "config": ("comm config", None)},
            words=("ncclCommSplit",)),
-    Target("shrink", lambda env, given: env.comm.shrink(**given),
+    Target("shrink", lambda env, args: env.comm.shrink(**args),
            {"exclude": ("no ranks", [7]), "abort": ("flag", False), "config": ("comm config", None)}),
-    Target("grow", lambda env, given: env.comm.grow(**given),
+    Target("grow", lambda env, args: env.comm.grow(**args),
            {"nranks": ("nothing else", 1), "unique_id": ("other", None), "config": ("comm config", None)}),
-    Target("register", lambda env, given: _close(given["comm"].register(given["buf"])),
+    Target("register", lambda env, args: _close(args["comm"].register(args["buf"])),
            {"comm": COMM, "buf": SEND}, words=("ncclCommRegister",)),
-    Target("window", lambda env, given: _close(given["comm"].window(**{k: given[k] for k in ("buf", "flags")})),
+    Target("window", lambda env, args: _close(args["comm"].window(**{k: args[k] for k in ("buf", "flags")})),
            {"comm": COMM, "buf": ("buffer", "memory"), "flags": ("flags", None)}, words=("ncclCommWindowRegister",)),
-    Target("put_signal", lambda env, given: env.comm.put_signal(**given),
+    Target("put_signal", lambda env, args: env.comm.put_signal(**args),
            {"buf": SEND, "peer": ("no rank", 5), "window": ("nothing else", "window"),
             "offset": ("size", 0), "signal": ("size", 0), "context": ("size", 0)}),
-    Target("signal", lambda env, given: env.comm.signal(**given),
+    Target("signal", lambda env, args: env.comm.signal(**args),
            {"peer": ("no rank", 5), "signal": ("size", 0), "context": ("size", 0), "stream": ("stream", "stream")}),
-    Target("wait_signal", lambda env, given: env.comm.wait_signal(**given),
+    Target("wait_signal", lambda env, args: env.comm.wait_signal(**args),
            {"counts": ("no ranks", 5), "signal": ("size", 0), "context": ("size", 0),
             "stream": ("stream", "stream")}),
     Target("pre_mul_sum", _pre_mul_sum, {"scalar": ("number", 1.5), "dtype": ("dtype", "float32")}),
-    Target("pre_mul_sum", lambda env, given: given["comm"].pre_mul_sum(1.0, "float32").destroy(), {"comm": COMM}),
+    Target("pre_mul_sum", lambda env, args: args["comm"].pre_mul_sum(1.0, "float32").destroy(), {"comm": COMM}),
     Target("Communicator.init", _init,
            {"nranks": ("only 1", 1), "unique_id": ("other", "unique id"), "rank": ("only 0", 0),
             "device": ("device", None), "config": ("comm config", None), "timeout": ("timeout", 1.0),
             "library": ("library", None)}, words=("ncclCommInitRank",)),
     Target("Communicator.init_all", _init_all,
            {"devices": ("devices", 1), "library": ("library", None)}, words=("ncclCommInitAll",)),
-    Target("join_grown", lambda env, given: pynccl.Communicator.join_grown(**given),
+    Target("join_grown", lambda env, args: pynccl.Communicator.join_grown(**args),
            {"nranks": ("nothing else", 0), "unique_id": ("other", "bytes(128)"), "rank": ("nothing else", 1),
             "config": ("comm config", None), "timeout": ("timeout", 0.2)}),
     Target("from_store", _from_store,
            {"rank": ("only 0", 0), "nranks": ("only 1", 1), "device": ("device", None),
             "config": ("comm config", None), "timeout": ("timeout", 1.0), "library": ("library", None),
             "local_rank": ("flags", 0)}),
-    Target("from_store", lambda env, given: pynccl.from_store(rank=0, nranks=1, timeout=1.0, **given),
+    Target("from_store", lambda env, args: pynccl.from_store(rank=0, nranks=1, timeout=1.0, **args),
            {"store": ("nothing else", None)}),
-    Target("from_process_group", lambda env, given: pynccl.Communicator.from_process_group(**given),
+    Target("from_process_group", lambda env, args: pynccl.Communicator.from_process_group(**args),
            {"group": ("nothing else", "x")}, words=("process group",)),
-    Target("get_unique_id", lambda env, given: pynccl.get_unique_id(**given), {"library": ("library", None)}),
-    Target("load", lambda env, given: pynccl.load(**given), {"spec": ("other", "host")}, words=("PYNCCL_LIBRARY",)),
+    Target("get_unique_id", lambda env, args: pynccl.get_unique_id(**args), {"library": ("library", None)}),
+    Target("load", lambda env, args: pynccl.load(**args), {"spec": ("other", "host")}, words=("PYNCCL_LIBRARY",)),
     Target("mem_alloc", _mem_alloc,
            {"shape": ("size", 4), "dtype": ("dtype", "float32"), "device": ("other", None),
             "library": ("library", None)}, words=("ncclMemAlloc",)),
-    Target("mem_pool", lambda env, given: pynccl.mem_pool(**given), {"library": ("library", None)}),
-    Target("create_stream", lambda env, given: _close(pynccl.create_stream(**given)),
+    Target("mem_pool", lambda env, args: pynccl.mem_pool(**args), {"library": ("library", None)}),
+    Target("create_stream", lambda env, args: _close(pynccl.create_stream(**args)),
            {"device": ("other", None), "priority": ("priority", None), "library": ("library", None)}),
-    Target("create_event", lambda env, given: pynccl.create_event(**given),
+    Target("create_event", lambda env, args: pynccl.create_event(**args),
            {"device": ("other", None), "timing": ("flag", False), "library": ("library", None)}),
-    Target("stream.wait", lambda env, given: env.stream.wait(given["event"]), {"event": ("other", "event")},
+    Target("stream.wait", lambda env, args: env.stream.wait(args["event"]), {"event": ("other", "event")},
            words=("wait", "event")),
-    Target("stream.record", lambda env, given: env.stream.record(given["event"]), {"event": ("other", None)},
+    Target("stream.record", lambda env, args: env.stream.record(args["event"]), {"event": ("other", None)},
            words=("record", "event")),
-    Target("param", lambda env, given: pynccl.param(**given), {"key": ("other", "NCCL_DEBUG"),
+    Target("param", lambda env, args: pynccl.param(**args), {"key": ("other", "NCCL_DEBUG"),
            "library": ("library", None)},
            words=("ncclParamGetParameter",)),
-    Target("abort", lambda env, given: pynccl.abort(given["comms"]), {"comms": ("other", [])}, words=("communicator",)),
+    Target("abort", lambda env, args: pynccl.abort(args["comms"]), {"comms": ("other", [])}, words=("communicator",)),
 ]  # fmt: skip

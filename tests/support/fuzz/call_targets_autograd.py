@@ -1,4 +1,4 @@
-"""The calls of pynccl_autograd that are fuzzed, with their backward passes. See calling.py."""
+"""The fuzzed calls of pynccl_autograd with their backward passes. See calling.py."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ AD_COMM = ("ad comm", "comm")
 
 
 def function(name: str) -> Callable[[Any, Arguments], Any]:
-    """A function of pynccl_autograd; with its backward pass, where the result has one."""
+    """Return a function that calls one of pynccl_autograd and runs the backward pass if the result requires grad."""
 
-    def call(env: Any, given: Arguments) -> Any:
-        y = getattr(ad, name)(**given)
+    def call(env: Any, args: Arguments) -> Any:
+        y = getattr(ad, name)(**args)
         if isinstance(y, Tensor) and y.requires_grad:
-            y.backward(torch.ones_like(y))  # not y.sum(), which not every type has
+            y.backward(torch.ones_like(y))  # not y.sum(), which some dtypes lack
         return y
 
     return call
 
 
 def module(name: str) -> Callable[[Any, Arguments], Any]:
-    return lambda env, given: getattr(ad.nn, name)(**given)(numbers(env.rank))
+    return lambda env, args: getattr(ad.nn, name)(**args)(numbers(env.rank))
 
 
-def _start(env: Any, given: Arguments) -> Any:
-    return ad.start(given["operation"], numbers(env.rank), env.comm, grad="sum").wait()
+def _start(env: Any, args: Arguments) -> Any:
+    return ad.start(args["operation"], numbers(env.rank), env.comm, grad="sum").wait()
 
 
 def _x(rows: list[Arguments]) -> list[Arguments]:
@@ -48,7 +48,7 @@ def _with_x(right: Right) -> Right:
 
 
 def _plain_splits(right: Right) -> Right:
-    """Unknown where splits are given."""
+    """Return None (unknown) if splits are passed."""
     return lambda rows, rank, n: right(rows, rank, n) if rows[0].get("splits") is None else None
 
 
@@ -80,7 +80,7 @@ AUTOGRAD = [
     Target("send_recv", function("send_recv"),
            {"x": X, "comm": AD_COMM, "target": ("no rank", 9), "source": ("rank or none", None)}),
     Target("halo_exchange", function("halo_exchange"), {"x": X, "comm": AD_COMM, "dim": DIM, "halo": ("halo", 1)}),
-    Target("anchor", lambda env, given: ad.anchor(given["loss"], given["output"]),
+    Target("anchor", lambda env, args: ad.anchor(args["loss"], args["output"]),
            {"loss": ("tensor", "leaf"), "output": ("tensor", "leaf")}),
     Target("start", _start, {"operation": ("nothing else", len)}),
     Target("nn.AllReduce", module("AllReduce"), {"comm": AD_COMM, "op": ("ad op", "sum"), "grad": GRAD},
@@ -98,22 +98,22 @@ AUTOGRAD = [
     Target("nn.AllToAll", module("AllToAll"),
            {"comm": AD_COMM, "split_dim": DIM, "concat_dim": DIM, "send_splits": SPLITS, "recv_splits": SPLITS},
            words=("all_to_all",)),
-    Target("ColumnParallelLinear", lambda env, given: ad.ColumnParallelLinear(**given),
+    Target("ColumnParallelLinear", lambda env, args: ad.ColumnParallelLinear(**args),
            {"in_features": ("size", 4), "out_features": ("size", 4), "comm": AD_COMM, "bias": ("flag", True),
             "sequence_parallel": ("flag", False), "dtype": ("dtype", None)}),
-    Target("RowParallelLinear", lambda env, given: ad.RowParallelLinear(4, 4, env.comm)(given["x"]),
+    Target("RowParallelLinear", lambda env, args: ad.RowParallelLinear(4, 4, env.comm)(args["x"]),
            {"x": ("tensor", "2 elements")}, words=("Linear",)),
-    Target("Partition", lambda env, given: ad.Partition(**given), {"comm": ("comm", "comm"),
+    Target("Partition", lambda env, args: ad.Partition(**args), {"comm": ("comm", "comm"),
            "ranks": ("integers", [0, 1])}),
-    Target("CartesianPartition", lambda env, given: ad.CartesianPartition(**given),
+    Target("CartesianPartition", lambda env, args: ad.CartesianPartition(**args),
            {"comm": ("comm", "comm"), "shape": ("size", [2]), "ranks": ("integers or none", None)}),
-    Target("AllSumReduce", lambda env, given: ad.AllSumReduce(given["partition"], given["axes_reduce"]),
+    Target("AllSumReduce", lambda env, args: ad.AllSumReduce(args["partition"], args["axes_reduce"]),
            {"partition": ("other", "partition"), "axes_reduce": ("integers", ())}, words=("axes",)),
-    Target("AllSumReduce", lambda env, given: ad.AllSumReduce(env.partition, 0)(given["x"]), {"x": X}),
-    Target("Repartition", lambda env, given: ad.Repartition(env.partition, given["P_y"]),
+    Target("AllSumReduce", lambda env, args: ad.AllSumReduce(env.partition, 0)(args["x"]), {"x": X}),
+    Target("Repartition", lambda env, args: ad.Repartition(env.partition, args["P_y"]),
            {"P_y": ("other", "partition")}),
-    Target("Repartition", lambda env, given: ad.Repartition(env.partition, env.partition)(given["x"]), {"x": X}),
-    Target("check_adjoint", lambda env, given: ad.testing.check_adjoint(lambda t: t * 2, **given),
+    Target("Repartition", lambda env, args: ad.Repartition(env.partition, env.partition)(args["x"]), {"x": X}),
+    Target("check_adjoint", lambda env, args: ad.testing.check_adjoint(lambda t: t * 2, **args),
            {"x": X, "comm": AD_COMM, "tolerance": ("timeout", None), "seed": ("size", 0)}),
-    Target("key_of", lambda env, given: ad.key_of(given["comm"]), {"comm": ("other", "comm")}),
+    Target("key_of", lambda env, args: ad.key_of(args["comm"]), {"comm": ("other", "comm")}),
 ]  # fmt: skip

@@ -1,7 +1,7 @@
-"""Nonsense, and oddities that may well be accepted, for every kind of argument. See fuzz_calls in calling.py.
+"""Invalid and unusual values for every kind of argument; some of the unusual ones are valid. See calling.py.
 
-A value is made on each rank by the name under which it stands here, so that all ranks pass the same and a failure can
-be replayed. Buffers hold numbers that differ by rank.
+Each rank makes a value from its name here, so that all ranks pass the same and a failure can be replayed. Buffers hold
+numbers that differ by rank.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch import Tensor
 import pynccl
 import pynccl_autograd as ad
 
-Make = Callable[[Any, int], Any]  # (what there is on this rank, rank) -> the value
+Make = Callable[[Any, int], Any]  # (Environment of this rank, rank) -> the value
 
 
 class BadIndex:
-    """Raises where it is asked for a number."""
+    """Raises when it is used as an integer."""
 
     def __index__(self) -> int:
         raise RuntimeError("no index today")
@@ -32,7 +32,7 @@ class BadIndex:
 
 
 class Hostile:
-    """Raises wherever it is asked for anything that it does not have."""
+    """Raises RuntimeError for every missing attribute."""
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError(f"no {name} today")
@@ -42,14 +42,14 @@ class Hostile:
 
 
 class Subclass(torch.Tensor):
-    """A tensor of another class."""
+    """A tensor subclass."""
 
 
 def fixed(value: Any) -> Make:
     return lambda env, rank: value
 
 
-# Expressions, each made anew on every rank; what is on this rank is env.
+# Expressions, evaluated on every rank; env is the Environment of the rank.
 EXPRESSIONS = (
     *("None", "'x'", "''", "b'x'", "0", "1", "-1", "2", "7", "2**31", "-2**31", "2**32", "2**32 + 1", "2**63"),
     *("-2**63", "2**64", "10**30", "1.5", "0.0", "1.0", "nan", "inf", "1j", "True", "False", "12345", "..."),
@@ -65,7 +65,7 @@ EXPRESSIONS = (
     *("CommConfig(min_ctas=-5)", "CommConfig(min_ctas=2**40)", "CommConfig(blocking='no')"),
     *("CommConfig(comm_name=5)", "CommConfig(comm_name='a\\0b')", "bytes(128)", "bytes(127)", "bytearray(128)"),
 )
-THERE = {
+RANK_OBJECTS = {
     "generator": "(i for i in range(2))",
     "long string": "'x' * 5000",
     "comm": "env.comm",
@@ -95,17 +95,17 @@ def made(expression: str) -> Make:
 
 
 SCALARS: dict[str, Make] = {name: made(name) for name in EXPRESSIONS}
-SCALARS |= {name: made(text) for name, text in THERE.items()}
+SCALARS |= {name: made(text) for name, text in RANK_OBJECTS.items()}
 
 
 class Buffer(NamedTuple):
-    """A buffer: how it is made, and whether it is one that must be refused wherever a buffer is expected."""
+    """A buffer: how to make it, and whether every call that expects a buffer must raise for it."""
 
     make: Make
-    refused: bool = False
+    invalid: bool = False
 
 
-N = 4  # elements of a good buffer
+N = 4  # elements of a valid buffer
 
 
 def numbers(rank: int, count: int = N) -> Tensor:
@@ -126,7 +126,7 @@ def _resized(rank: int) -> Tensor:
 
 
 class Interface:
-    """__cuda_array_interface__ as it is given."""
+    """An object with this __cuda_array_interface__."""
 
     def __init__(self, **interface: Any) -> None:
         self.__cuda_array_interface__ = interface
@@ -134,23 +134,23 @@ class Interface:
 
 def _interface(rank: int, **changes: Any) -> Interface:
     keep = numbers(rank)
-    given = {"shape": (N,), "typestr": "<f4", "data": (keep.data_ptr(), False), "version": 3, **changes}
-    made = Interface(**{key: value for key, value in given.items() if value is not ...})
+    args = {"shape": (N,), "typestr": "<f4", "data": (keep.data_ptr(), False), "version": 3, **changes}
+    made = Interface(**{key: value for key, value in args.items() if value is not ...})
     made.keep = keep  # type: ignore[attr-defined]
     return made
 
 
 class Dlpack:
-    """A DLPack exporter that returns what it was given."""
+    """A DLPack exporter that returns its arguments."""
 
     def __init__(self, capsule: Any, device: Any = (1, 0)) -> None:
-        self.capsule, self.device_given = capsule, device
+        self.capsule, self.device_value = capsule, device
 
     def __dlpack__(self, **options: Any) -> Any:
         return self.capsule
 
     def __dlpack_device__(self) -> Any:
-        return self.device_given
+        return self.device_value
 
 
 BUFFERS: dict[str, Buffer] = {
@@ -236,7 +236,7 @@ def _used(rank: int) -> Any:
 
 
 def logical(x: Any) -> Tensor | None:
-    """The numbers that a buffer stands for, in double precision; None if this cannot be told."""
+    """Return the numbers in a buffer in double precision; None if unknown."""
     if isinstance(x, torch.Tensor):
         if x.layout is torch.strided and x.untyped_storage().nbytes() < x.numel() * x.element_size():
             return None  # torch would read past the end

@@ -1,6 +1,6 @@
-"""Steps that are collectives: functions of pynccl_autograd beside plain torch on all ranks' tensors.
+"""Steps that are collectives: functions of pynccl_autograd, and the same in plain torch on all ranks' tensors.
 
-See programs.py; those in which every rank has its own to give are in exchange_steps.py."""
+See programs.py. Steps that exchange data between pairs of ranks are in exchange_steps.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .programs import NEAR, Draw, Kind, Proposal, Text, Unfit, Value
 
 
 def same(y: Tensor, n: int, grad: str) -> Value:
-    """The same on all ranks: one value under "replicated", each rank's own under "sum"."""
+    """Return y on all ranks: a replicated value under grad="replicated", otherwise one value per rank."""
     return Value((y,) * n, grad == "replicated")
 
 
@@ -25,9 +25,9 @@ def total(ys: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(ys)).sum(0)
 
 
-def options(given: dict[str, Any], *names: str) -> str:
-    """The keyword arguments that are given."""
-    found = [f"{name}={given[name]!r}" for name in names if given.get(name) is not None]
+def options(args: dict[str, Any], *names: str) -> str:
+    """Return the named keyword arguments that are not None, as source."""
+    found = [f"{name}={args[name]!r}" for name in names if args.get(name) is not None]
     return ", ".join(found)
 
 
@@ -45,15 +45,15 @@ def joined(*parts: str) -> str:
 
 
 class _Collective(Kind):
-    """Written as the function with its name in snake case, and those of what is given that it takes."""
+    """Written as a call of the function named like the class in snake case, with the arguments in `takes`."""
 
     weight = 2.0
     takes: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
-    def write(cls, names: Sequence[str], given: dict[str, Any]) -> Text:
+    def write(cls, names: Sequence[str], args: dict[str, Any]) -> Text:
         function = re.sub(r"\B([A-Z])", r"_\1", cls.__name__).lower()
-        return Text("", function, names[0], options(given, *cls.takes), True)
+        return Text("", function, names[0], options(args, *cls.takes), True)
 
 
 class AllReduce(_Collective):
@@ -65,28 +65,28 @@ class AllReduce(_Collective):
         ops = ["sum", "avg", "premul", "scaled"] if draw.exact else ["sum", "avg", "premul"]
         ops += ["prod"] * draw.exact + ["max", "min"] * (draw.exact and not draw.dtype.is_complex)
         op = draw.rng.choice(ops)
-        at = draw.own(lambda value: value.even)
+        at = draw.pick_unreplicated(lambda value: value.same_shape)
         value = draw.values[at]
         inputs: tuple[int, ...] = (at,)
         if op in ("max", "min"):
             check_apart(value.ys, op)
         if op == "scaled":
-            inputs = (at, draw.own(lambda other: other.shapes == value.shapes))
-        given: dict[str, Any] = {"op": op, "grad": convention(draw), "reduce_dtype": reduce_dtype(draw)}
+            inputs = (at, draw.pick_unreplicated(lambda other: other.shapes == value.shapes))
+        args: dict[str, Any] = {"op": op, "grad": convention(draw), "reduce_dtype": reduce_dtype(draw)}
         if op == "premul":
-            given["scales"] = [draw.number() for _ in range(draw.n)]
-        return inputs, given
+            args["scales"] = [draw.number() for _ in range(draw.n)]
+        return inputs, args
 
     @staticmethod
-    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
+    def simulate(values: Sequence[Value], args: dict[str, Any], n: int) -> Value:
         ys = values[0].ys
-        match given["op"]:
+        match args["op"]:
             case "sum":
                 y = total(ys)
             case "avg":
                 y = total(ys) / n
             case "premul":
-                y = total([x * scale for x, scale in zip(ys, given["scales"], strict=True)])
+                y = total([x * scale for x, scale in zip(ys, args["scales"], strict=True)])
             case "scaled":
                 y = total([x * scale for x, scale in zip(ys, values[1].ys, strict=True)])
             case "max":
@@ -95,21 +95,21 @@ class AllReduce(_Collective):
                 y = torch.stack(ys).amin(0)
             case _:
                 y = reduce(mul, ys)
-        return same(y, n, given["grad"])
+        return same(y, n, args["grad"])
 
     @staticmethod
-    def write(names: Sequence[str], given: dict[str, Any]) -> Text:
-        op = repr(given["op"])
-        if given["op"] == "premul":
-            op = f"ad.PreMul({given['scales']}[comm.rank])"
-        elif given["op"] == "scaled":
+    def write(names: Sequence[str], args: dict[str, Any]) -> Text:
+        op = repr(args["op"])
+        if args["op"] == "premul":
+            op = f"ad.PreMul({args['scales']}[comm.rank])"
+        elif args["op"] == "scaled":
             op = f"ad.PreMul({names[1]})"
-        rest = joined(op, options(given, "grad", "reduce_dtype"))
-        return Text("", "all_reduce", names[0], rest, given["op"] not in ("max", "min", "prod"))
+        rest = joined(op, options(args, "grad", "reduce_dtype"))
+        return Text("", "all_reduce", names[0], rest, args["op"] not in ("max", "min", "prod"))
 
 
 def check_apart(ys: Sequence[Tensor], op: str) -> None:
-    """Unfit where two values are so near that rounding may decide who attains the extremum."""
+    """Raise Unfit if two values are so close that rounding may decide which rank has the extremum."""
     stacked = torch.stack(list(ys)).detach()
     away = (stacked - (stacked.amax(0) if op == "max" else stacked.amin(0))).abs()
     if bool(((away > 0) & (away < NEAR)).any()):
@@ -118,12 +118,14 @@ def check_apart(ys: Sequence[Tensor], op: str) -> None:
 
 class Copy(_Collective):
     takes = ("reduce_dtype",)
-    propose = staticmethod(lambda draw: ((draw.pick(lambda value: value.one),), {"reduce_dtype": reduce_dtype(draw)}))
-    simulate = staticmethod(lambda values, given, n: Value(values[0].ys, False))
+    propose = staticmethod(
+        lambda draw: ((draw.pick(lambda value: value.replicated),), {"reduce_dtype": reduce_dtype(draw)})
+    )
+    simulate = staticmethod(lambda values, args, n: Value(values[0].ys, False))
 
 
 def _cut(draw: Draw, at: int) -> dict[str, Any]:
-    """dim= and splits= of something that all ranks hold whole."""
+    """Draw dim= and splits= for a tensor of which all ranks hold all of it."""
     value = draw.values[at]
     dim = draw.dim(value)
     size = value.ys[0].shape[dim]
@@ -131,9 +133,9 @@ def _cut(draw: Draw, at: int) -> dict[str, Any]:
     return {"dim": draw.either_sign(dim, value), "splits": splits}
 
 
-def slices(y: Tensor, given: dict[str, Any], n: int) -> list[Tensor]:
-    dim = given["dim"] % y.dim()
-    sizes = given["splits"] or [y.shape[dim] // n] * n
+def slices(y: Tensor, args: dict[str, Any], n: int) -> list[Tensor]:
+    dim = args["dim"] % y.dim()
+    sizes = args["splits"] or [y.shape[dim] // n] * n
     starts = [sum(sizes[:r]) for r in range(n)]
     return [y.narrow(dim, start, size) for start, size in zip(starts, sizes, strict=True)]
 
@@ -144,14 +146,14 @@ class ReduceScatter(_Collective):
 
     @staticmethod
     def propose(draw: Draw) -> Proposal:
-        at = draw.own(lambda value: value.even)
+        at = draw.pick_unreplicated(lambda value: value.same_shape)
         op = draw.rng.choice(["sum", "avg"])
         return (at,), {**_cut(draw, at), "op": op, "reduce_dtype": reduce_dtype(draw)}
 
     @staticmethod
-    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
-        y = total(values[0].ys) / (n if given["op"] == "avg" else 1)
-        return Value(tuple(slices(y, given, n)), False)
+    def simulate(values: Sequence[Value], args: dict[str, Any], n: int) -> Value:
+        y = total(values[0].ys) / (n if args["op"] == "avg" else 1)
+        return Value(tuple(slices(y, args, n)), False)
 
 
 class Split(_Collective):
@@ -159,19 +161,19 @@ class Split(_Collective):
 
     @staticmethod
     def propose(draw: Draw) -> Proposal:
-        at = draw.pick(lambda value: value.one)
+        at = draw.pick(lambda value: value.replicated)
         return (at,), _cut(draw, at)
 
-    simulate = staticmethod(lambda values, given, n: Value(tuple(slices(values[0].ys[0], given, n)), False))
+    simulate = staticmethod(lambda values, args, n: Value(tuple(slices(values[0].ys[0], args, n)), False))
 
 
 def joins(draw: Draw) -> tuple[int, dict[str, Any]]:
-    """A variable whose tensors can be concatenated over the ranks, with dim= and splits=."""
+    """Pick a variable whose tensors can be concatenated over the ranks, and draw dim= and splits=."""
 
     def fits(value: Value) -> bool:
         return len({y.dim() for y in value.ys}) == 1
 
-    at = draw.own(fits)
+    at = draw.pick_unreplicated(fits)
     value = draw.values[at]
     if not value.ys[0].dim():
         return at, {"dim": 0}
@@ -188,8 +190,8 @@ def joins(draw: Draw) -> tuple[int, dict[str, Any]]:
     return at, {"dim": draw.either_sign(dim, value), "splits": splits}
 
 
-def _joined_up(ys: Sequence[Tensor], given: dict[str, Any]) -> Tensor:
-    return torch.stack(list(ys)) if not ys[0].dim() else torch.cat(list(ys), given["dim"])
+def _joined_up(ys: Sequence[Tensor], args: dict[str, Any]) -> Tensor:
+    return torch.stack(list(ys)) if not ys[0].dim() else torch.cat(list(ys), args["dim"])
 
 
 class AllGather(_Collective):
@@ -198,10 +200,10 @@ class AllGather(_Collective):
 
     @staticmethod
     def propose(draw: Draw) -> Proposal:
-        at, given = joins(draw)
-        return (at,), {**given, "grad": convention(draw), "reduce_dtype": reduce_dtype(draw)}
+        at, args = joins(draw)
+        return (at,), {**args, "grad": convention(draw), "reduce_dtype": reduce_dtype(draw)}
 
-    simulate = staticmethod(lambda values, given, n: same(_joined_up(values[0].ys, given), n, given["grad"]))
+    simulate = staticmethod(lambda values, args, n: same(_joined_up(values[0].ys, args), n, args["grad"]))
 
 
 class Gather(_Collective):
@@ -209,15 +211,15 @@ class Gather(_Collective):
 
     @staticmethod
     def propose(draw: Draw) -> Proposal:
-        at, given = joins(draw)
-        return (at,), {**given, "root": draw.rng.randrange(draw.n)}
+        at, args = joins(draw)
+        return (at,), {**args, "root": draw.rng.randrange(draw.n)}
 
     @staticmethod
-    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
-        ys, dim = values[0].ys, given["dim"]
-        whole = _joined_up(ys, given)
+    def simulate(values: Sequence[Value], args: dict[str, Any], n: int) -> Value:
+        ys, dim = values[0].ys, args["dim"]
+        whole = _joined_up(ys, args)
         others = [(y if y.dim() else y.reshape(1)).narrow(dim, 0, 0) for y in ys]
-        return Value(tuple(whole if r == given["root"] else others[r] for r in range(n)), False)
+        return Value(tuple(whole if r == args["root"] else others[r] for r in range(n)), False)
 
 
 class Broadcast(_Collective):
@@ -225,11 +227,11 @@ class Broadcast(_Collective):
 
     @staticmethod
     def propose(draw: Draw) -> Proposal:
-        at = draw.own(lambda value: value.even)
-        given = {"root": draw.rng.randrange(draw.n), "grad": convention(draw), "reduce_dtype": reduce_dtype(draw)}
-        return (at,), given
+        at = draw.pick_unreplicated(lambda value: value.same_shape)
+        args = {"root": draw.rng.randrange(draw.n), "grad": convention(draw), "reduce_dtype": reduce_dtype(draw)}
+        return (at,), args
 
-    simulate = staticmethod(lambda values, given, n: same(values[0].ys[given["root"]], n, given["grad"]))
+    simulate = staticmethod(lambda values, args, n: same(values[0].ys[args["root"]], n, args["grad"]))
 
 
 class Reduce(_Collective):
@@ -237,14 +239,14 @@ class Reduce(_Collective):
 
     @staticmethod
     def propose(draw: Draw) -> Proposal:
-        at = draw.own(lambda value: value.even)
-        given = {"root": draw.rng.randrange(draw.n), "op": draw.rng.choice(["sum", "avg"])}
-        return (at,), {**given, "reduce_dtype": reduce_dtype(draw)}
+        at = draw.pick_unreplicated(lambda value: value.same_shape)
+        args = {"root": draw.rng.randrange(draw.n), "op": draw.rng.choice(["sum", "avg"])}
+        return (at,), {**args, "reduce_dtype": reduce_dtype(draw)}
 
     @staticmethod
-    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
-        y = total(values[0].ys) / (n if given["op"] == "avg" else 1)
-        return Value(tuple(y if r == given["root"] else torch.zeros_like(y) for r in range(n)), False)
+    def simulate(values: Sequence[Value], args: dict[str, Any], n: int) -> Value:
+        y = total(values[0].ys) / (n if args["op"] == "avg" else 1)
+        return Value(tuple(y if r == args["root"] else torch.zeros_like(y) for r in range(n)), False)
 
 
 class Scatter(_Collective):
@@ -252,7 +254,7 @@ class Scatter(_Collective):
 
     @staticmethod
     def propose(draw: Draw) -> Proposal:
-        at = draw.own(lambda value: value.even)
+        at = draw.pick_unreplicated(lambda value: value.same_shape)
         return (at,), {**_cut(draw, at), "root": draw.rng.randrange(draw.n)}
 
-    simulate = staticmethod(lambda values, given, n: Value(tuple(slices(values[0].ys[given["root"]], given, n)), False))
+    simulate = staticmethod(lambda values, args, n: Value(tuple(slices(values[0].ys[args["root"]], args, n)), False))

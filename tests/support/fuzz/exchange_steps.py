@@ -13,14 +13,14 @@ from .programs import Draw, Proposal, Text, Unfit, Value
 
 
 class AllToAll(_Collective):
-    """Equal parts, along one dimension or from one to another."""
+    """Equal slices, along one dimension or from one dimension to another."""
 
     takes = ("split_dim", "concat_dim")
     weight = 2.5
 
     @staticmethod
     def propose(draw: Draw) -> Proposal:
-        at = draw.own(lambda value: value.even)
+        at = draw.pick_unreplicated(lambda value: value.same_shape)
         value = draw.values[at]
         split, concat = draw.dim(value), draw.dim(value)
         if value.ys[0].shape[split] % draw.n:
@@ -28,26 +28,26 @@ class AllToAll(_Collective):
         return (at,), {"split_dim": draw.either_sign(split, value), "concat_dim": draw.either_sign(concat, value)}
 
     @staticmethod
-    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
-        parts = [y.chunk(n, given["split_dim"]) if y.numel() else _empty_parts(y, given, n) for y in values[0].ys]
-        return Value(tuple(torch.cat([part[r] for part in parts], given["concat_dim"]) for r in range(n)), False)
+    def simulate(values: Sequence[Value], args: dict[str, Any], n: int) -> Value:
+        parts = [y.chunk(n, args["split_dim"]) if y.numel() else _empty_parts(y, args, n) for y in values[0].ys]
+        return Value(tuple(torch.cat([part[r] for part in parts], args["concat_dim"]) for r in range(n)), False)
 
 
-def _empty_parts(y: Tensor, given: dict[str, Any], n: int) -> list[Tensor]:
-    return slices(y, {"dim": given["split_dim"], "splits": None}, n)
+def _empty_parts(y: Tensor, args: dict[str, Any], n: int) -> list[Tensor]:
+    return slices(y, {"dim": args["split_dim"], "splits": None}, n)
 
 
 class UnevenAllToAll(_Collective):
-    """Along one dimension with any sizes; from one to another with one size per receiver and one per sender."""
+    """Any sizes along one dimension; between two dimensions, one size per receiver and one per sender."""
 
     @staticmethod
     def propose(draw: Draw) -> Proposal:
-        at, given = joins(draw)
+        at, args = joins(draw)
         value = draw.values[at]
         if not value.ys[0].dim():
             raise Unfit
-        split = given["dim"] % value.ys[0].dim()
-        if value.even and value.ys[0].dim() > 1 and draw.chance(0.4):
+        split = args["dim"] % value.ys[0].dim()
+        if value.same_shape and value.ys[0].dim() > 1 and draw.chance(0.4):
             concat = draw.rng.choice([dim for dim in range(value.ys[0].dim()) if dim != split])
             sends = [draw.parts(value.ys[0].shape[split])] * draw.n
             recvs = [[value.ys[0].shape[concat]] * draw.n] * draw.n
@@ -58,41 +58,41 @@ class UnevenAllToAll(_Collective):
         return (at,), {"split_dim": split, "concat_dim": concat, "sends": sends, "recvs": recvs}
 
     @staticmethod
-    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
+    def simulate(values: Sequence[Value], args: dict[str, Any], n: int) -> Value:
         parts = [
-            slices(y, {"dim": given["split_dim"], "splits": sizes}, n)
-            for y, sizes in zip(values[0].ys, given["sends"], strict=True)
+            slices(y, {"dim": args["split_dim"], "splits": sizes}, n)
+            for y, sizes in zip(values[0].ys, args["sends"], strict=True)
         ]
-        return Value(tuple(torch.cat([part[r] for part in parts], given["concat_dim"]) for r in range(n)), False)
+        return Value(tuple(torch.cat([part[r] for part in parts], args["concat_dim"]) for r in range(n)), False)
 
     @staticmethod
-    def write(names: Sequence[str], given: dict[str, Any]) -> Text:
-        sizes = f"send_splits={given['sends']}[comm.rank], recv_splits={given['recvs']}[comm.rank]"
-        return Text("", "all_to_all", names[0], joined(options(given, "split_dim", "concat_dim"), sizes), True)
+    def write(names: Sequence[str], args: dict[str, Any]) -> Text:
+        sizes = f"send_splits={args['sends']}[comm.rank], recv_splits={args['recvs']}[comm.rank]"
+        return Text("", "all_to_all", names[0], joined(options(args, "split_dim", "concat_dim"), sizes), True)
 
 
 class Permute(_Collective):
     @staticmethod
     def propose(draw: Draw) -> Proposal:
-        at = draw.own(lambda value: value.even)
+        at = draw.pick_unreplicated(lambda value: value.same_shape)
         pairs = [(q, r) for q in range(draw.n) for r in range(draw.n)]
         return (at,), {"edges": draw.rng.sample(pairs, draw.rng.randint(0, min(len(pairs), 2 * draw.n)))}
 
     @staticmethod
-    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
+    def simulate(values: Sequence[Value], args: dict[str, Any], n: int) -> Value:
         ys = values[0].ys
-        sums = [sum((ys[q] for q, to in given["edges"] if to == r), torch.zeros_like(ys[r])) for r in range(n)]
+        sums = [sum((ys[q] for q, to in args["edges"] if to == r), torch.zeros_like(ys[r])) for r in range(n)]
         return Value(tuple(sums), False)
 
-    write = staticmethod(lambda names, given: Text("", "permute", names[0], repr(given["edges"]), True))
+    write = staticmethod(lambda names, args: Text("", "permute", names[0], repr(args["edges"]), True))
 
 
 class SendRecv(_Collective):
-    """Pairs of a sender and a receiver; the ranks between which nothing goes need not call it, and do."""
+    """Pairs of a sender and a receiver. Ranks without a peer call it too, although they need not."""
 
     @staticmethod
     def propose(draw: Draw) -> Proposal:
-        at = draw.own(lambda value: value.even)
+        at = draw.pick_unreplicated(lambda value: value.same_shape)
         targets: list[int | None] = [None] * draw.n
         count = draw.rng.randint(0, draw.n)
         senders, receivers = draw.rng.sample(range(draw.n), count), draw.rng.sample(range(draw.n), count)
@@ -102,14 +102,14 @@ class SendRecv(_Collective):
         return (at,), {"targets": targets, "sources": sources}
 
     @staticmethod
-    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
+    def simulate(values: Sequence[Value], args: dict[str, Any], n: int) -> Value:
         ys = values[0].ys
-        sources = given["sources"]
+        sources = args["sources"]
         return Value(tuple(torch.zeros_like(ys[r]) if q is None else ys[q] for r, q in enumerate(sources)), False)
 
     @staticmethod
-    def write(names: Sequence[str], given: dict[str, Any]) -> Text:
-        rest = f"target={given['targets']}[comm.rank], source={given['sources']}[comm.rank]"
+    def write(names: Sequence[str], args: dict[str, Any]) -> Text:
+        rest = f"target={args['targets']}[comm.rank], source={args['sources']}[comm.rank]"
         return Text("", "send_recv", names[0], rest, True)
 
 
@@ -118,19 +118,19 @@ class HaloExchange(_Collective):
 
     @staticmethod
     def propose(draw: Draw) -> Proposal:
-        at, given = joins(draw)
+        at, args = joins(draw)
         value = draw.values[at]
         if not value.ys[0].dim():
             raise Unfit
-        smallest = min(shape[given["dim"]] for shape in value.shapes)
+        smallest = min(shape[args["dim"]] for shape in value.shapes)
         left, right = draw.rng.randint(0, 2), draw.rng.randint(0, 2)
         if smallest - left - right < max(left, right):
             raise Unfit
-        return (at,), {"dim": given["dim"], "halo": (left, right)}
+        return (at,), {"dim": args["dim"], "halo": (left, right)}
 
     @staticmethod
-    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
-        ys, dim, (left, right) = values[0].ys, given["dim"], given["halo"]
+    def simulate(values: Sequence[Value], args: dict[str, Any], n: int) -> Value:
+        ys, dim, (left, right) = values[0].ys, args["dim"], args["halo"]
         made = []
         for r, y in enumerate(ys):
             size = y.shape[dim]

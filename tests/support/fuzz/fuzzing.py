@@ -1,4 +1,4 @@
-"""Runs random programs on ranks and compares with their simulation, for scripts/faults/fuzzer.py and its test."""
+"""Run random programs on ranks and compare with their simulation, for scripts/faults/fuzzer.py and its test."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import pynccl_autograd as ad
 from pynccl import progress
 
 from . import collective_steps, exchange_steps, local_steps, partition_steps, rank_side
-from .launching import START_SECONDS, each, shortened
+from .launching import START_SECONDS, run_batches, shortened
 from .programs import LOW, TOLERANCE, Leaf, Program, Value, draw, simulate
 from .rank_side import Found, Job
 from .writing import source
 
-_STEPS = (collective_steps, exchange_steps, local_steps, partition_steps)  # imported for the kinds that they register
+_STEPS = (collective_steps, exchange_steps, local_steps, partition_steps)  # imported because they register their kinds
 
 
 class Mode(NamedTuple):
-    """style: see writing.py; excluded: traits of steps that it has none of."""
+    """style: see writing.py; excluded: traits of steps that its programs must not have."""
 
     style: str = "function"
     excluded: frozenset[str] = frozenset({"inplace"})
@@ -31,7 +31,7 @@ class Mode(NamedTuple):
     exact: bool = False  # double precision only
 
 
-# What a rank saves for the backward pass decides when a checkpoint is run again: ranks that differ there hang.
+# The tensors saved for the backward pass decide when a checkpoint is recomputed. If ranks differ in this, they hang.
 SAME_SAVED = frozenset({"inplace", "differs"})
 MODES: dict[str, Mode] = {
     "plain": Mode(),
@@ -68,7 +68,7 @@ class Failure(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """A program, how it is run, and what it must give."""
+    """A program, how to run it, and the expected results."""
 
     program: Program
     job: Job
@@ -76,7 +76,7 @@ class Trial(NamedTuple):
 
     def text(self) -> str:
         leaves = "".join(
-            f"# v{i}: {'one value, ' if leaf.one else ''}shapes {[tuple(y.shape) for y in leaf.ys]}\n"
+            f"# v{i}: {'replicated, ' if leaf.replicated else ''}shapes {[tuple(y.shape) for y in leaf.ys]}\n"
             for i, leaf in enumerate(self.program.leaves)
         )
         used = [[w is not None for w in by_rank] for by_rank in self.job.weights]
@@ -86,7 +86,7 @@ class Trial(NamedTuple):
 
 
 def trial(mode: str, seed: int, n: int) -> Trial:
-    """The program of this seed in this mode."""
+    """Return the program of this seed in this mode."""
     how = MODES[mode]
     rng = random.Random(seed * 31 + n)
     dtype = rng.choice([torch.float64] * 4 + [torch.complex128]) if how.exact else None
@@ -107,7 +107,7 @@ def _batched(leaf: Leaf, batch: int, rng: torch.Generator) -> list[Tensor]:
     if not batch:
         return list(leaf.ys)
     made = [torch.stack([y * (1 + 0.25 * i) for i in range(batch)]) for y in leaf.ys]
-    return made[:1] * len(made) if leaf.one else made
+    return made[:1] * len(made) if leaf.replicated else made
 
 
 def _like(y: Tensor, rng: torch.Generator) -> Tensor:
@@ -120,16 +120,16 @@ def _real(z: Tensor) -> Tensor:
 
 
 def variables(program: Program, leaves: Sequence[Sequence[Tensor]]) -> list[Value]:
-    """The leaves, of all ranks, as variables of a simulation, in double precision; one tensor where they are one."""
+    """Return all ranks' leaves as simulation variables in double precision; replicated ones share one tensor."""
     made = []
     for leaf, ys in zip(program.leaves, leaves, strict=True):
-        grown = [y.detach().clone().requires_grad_() for y in (ys[:1] if leaf.one else ys)]
-        made.append(Value(tuple(grown) * (program.n if leaf.one else 1), leaf.one))
+        grown = [y.detach().clone().requires_grad_() for y in (ys[:1] if leaf.replicated else ys)]
+        made.append(Value(tuple(grown) * (program.n if leaf.replicated else 1), leaf.replicated))
     return made
 
 
 def _distinct(value: Value) -> tuple[Tensor, ...]:
-    return value.ys[:1] if value.one else value.ys
+    return value.ys[:1] if value.replicated else value.ys
 
 
 def _expect(program: Program, job: Job, rng: random.Random, torch_rng: torch.Generator) -> Trial:
@@ -147,7 +147,7 @@ def _expect(program: Program, job: Job, rng: random.Random, torch_rng: torch.Gen
         ws: list[Tensor | None] = list(_draws(value, torch_rng))
         if job.style == "sum":
             ws = [torch.ones_like(w) for w in ws if w is not None]
-        if not value.one and job.mode != "compile" and rng.random() < 0.3:
+        if not value.replicated and job.mode != "compile" and rng.random() < 0.3:
             ws = [w if rng.random() < 0.5 else None for w in ws]
         weights.append(ws)
     job = job._replace(weights=weights, seconds=seconds)
@@ -155,13 +155,13 @@ def _expect(program: Program, job: Job, rng: random.Random, torch_rng: torch.Gen
 
 
 def _draws(value: Value, rng: torch.Generator) -> list[Tensor]:
-    if value.one:
+    if value.replicated:
         return [_like(value.ys[0], rng)] * len(value.ys)
     return [_like(y, rng) for y in value.ys]
 
 
 def _rounded(job: Job, dtype: torch.dtype) -> Job:
-    """What the ranks get: in the type of the program."""
+    """Return the job of the ranks, with tensors in the dtype of the program."""
     return job._replace(
         leaves=[[y.to(dtype) for y in ys] for ys in job.leaves],
         weights=[[None if w is None else w.to(dtype) for w in ws] for ws in job.weights],
@@ -169,7 +169,7 @@ def _rounded(job: Job, dtype: torch.dtype) -> Job:
 
 
 def _loss(outputs: Sequence[Value], weights: Sequence[Sequence[Tensor | None]]) -> Tensor:
-    """The sum of the ranks' losses; what is made of one value counts once."""
+    """Return the sum of the ranks' losses; replicated values count once."""
     loss = torch.zeros((), dtype=torch.float64)
     for value, ws in zip(outputs, weights, strict=True):
         for y, w in zip(_distinct(value), ws, strict=False):
@@ -179,7 +179,7 @@ def _loss(outputs: Sequence[Value], weights: Sequence[Sequence[Tensor | None]]) 
 
 
 def _gradients(loss: Tensor, leaves: Sequence[Value], again: bool = False) -> list[list[Tensor]]:
-    """By leaf and rank; zeros where there is none."""
+    """Return the gradients by leaf and rank; zeros where there is none."""
     flat = [y for leaf in leaves for y in _distinct(leaf)]
     found: Sequence[Tensor | None] = [None] * len(flat)
     if loss.requires_grad:
@@ -187,8 +187,8 @@ def _gradients(loss: Tensor, leaves: Sequence[Value], again: bool = False) -> li
     grads = iter([torch.zeros_like(y) if g is None else g for y, g in zip(flat, found, strict=True)])
     made = []
     for leaf in leaves:
-        own = [next(grads) for _ in _distinct(leaf)]
-        made.append(own * (len(leaf.ys) // len(own)))
+        leaf_grads = [next(grads) for _ in _distinct(leaf)]
+        made.append(leaf_grads * (len(leaf.ys) // len(leaf_grads)))
     return made
 
 
@@ -198,7 +198,7 @@ def _expect_gradients(job: Job, leaves: list[Value], outputs: list[Value]) -> li
     grads = _gradients(loss, leaves, again=double)
     second: list[list[Tensor]] = [[] for _ in leaves]
     if double:
-        made = [Value(tuple(g), leaf.one) for g, leaf in zip(grads, leaves, strict=True)]
+        made = [Value(tuple(g), leaf.replicated) for g, leaf in zip(grads, leaves, strict=True)]
         second = _gradients(_loss(made, job.seconds), leaves)
     return [
         Found(
@@ -213,17 +213,17 @@ def _expect_gradients(job: Job, leaves: list[Value], outputs: list[Value]) -> li
 
 
 def _expect_tangents(program: Program, job: Job, leaves: list[Value], outputs: list[Value]) -> list[Found]:
-    """Forward mode of the simulation."""
+    """Compute the expected tangents by forward mode of the simulation."""
     flat = [y.detach() for leaf in leaves for y in _distinct(leaf)]
     tangents = [job.seconds[i][r] for i, leaf in enumerate(leaves) for r in range(len(_distinct(leaf)))]
 
     def function(*ys: Tensor) -> tuple[Tensor, ...]:
         rest = iter(ys)
-        own = []
+        leaf_values = []
         for leaf in leaves:
-            mine = tuple(next(rest) for _ in _distinct(leaf))
-            own.append(Value(mine * (program.n if leaf.one else 1), leaf.one))
-        values = simulate(program, own)
+            leaf_tensors = tuple(next(rest) for _ in _distinct(leaf))
+            leaf_values.append(Value(leaf_tensors * (program.n if leaf.replicated else 1), leaf.replicated))
+        values = simulate(program, leaf_values)
         return tuple(y for i in program.outputs for y in values[i].ys)
 
     found = torch.func.jvp(function, tuple(flat), tuple(tangents))[1]
@@ -241,14 +241,14 @@ def _expect_vmap(program: Program, job: Job) -> Trial:
         for r in range(program.n):
             for j, i in enumerate(program.outputs):
                 by_rank[r][j].append(values[i].ys[r].detach())
-    return Trial(program, job, [Found([torch.stack(ys) for ys in own], [], []) for own in by_rank])
+    return Trial(program, job, [Found([torch.stack(ys) for ys in outputs], [], []) for outputs in by_rank])
 
 
 # ---------------------------------------------------------------------------------------------------------- comparing
 
 
 class Summary:
-    """What was found out in one mode."""
+    """The results of one mode."""
 
     def __init__(self) -> None:
         self.programs = 0
@@ -265,44 +265,44 @@ def fuzz(pool: RankPool, mode: str, seeds: Sequence[int], sizes: Sequence[int], 
             jobs = [(mode, seed, n) for seed in seeds if seed % len(sizes) == i]
             batch = MODES[mode].batch
             for start in range(0, len(jobs), batch):
-                trials = {one.job.seed: one for one in (trial(*job) for job in jobs[start : start + batch])}
-                some = [one.job for one in trials.values()]
+                trials = {case.job.seed: case for case in (trial(*job) for job in jobs[start : start + batch])}
+                some = [case.job for case in trials.values()]
                 load = rank_side.warm_up
-                for job, by_rank in each(pool, n, rank_side.run, some, batch=batch, timeout=timeout, load=load):
+                for job, by_rank in run_batches(pool, n, rank_side.run, some, batch=batch, timeout=timeout, load=load):
                     _count(summary, mode, trials[job.seed], by_rank)
                     bar.step()
     return summary
 
 
-def _count(summary: Summary, mode: str, one: Trial, by_rank: list[Found] | RankError) -> None:
+def _count(summary: Summary, mode: str, case: Trial, by_rank: list[Found] | RankError) -> None:
     summary.programs += 1
     wrong: list[str] = []
     if isinstance(by_rank, RankError):
         wrong = [shortened(by_rank)]
     else:
         for r, found in enumerate(by_rank):
-            compared, differing = compare(one, r, found)
+            compared, differing = compare(case, r, found)
             summary.comparisons += compared
             wrong += differing
     if wrong:
-        n = one.program.n
-        summary.failures.append(Failure(mode, one.job.seed, n, "\n".join(wrong[:12]), one.text()))
+        n = case.program.n
+        summary.failures.append(Failure(mode, case.job.seed, n, "\n".join(wrong[:12]), case.text()))
 
 
-def compare(one: Trial, r: int, found: Found) -> tuple[int, list[str]]:
-    """(number of tensors compared, what differs on rank r)."""
-    expected = one.expected[r]
+def compare(case: Trial, r: int, found: Found) -> tuple[int, list[str]]:
+    """Return (number of tensors compared, differences on rank r)."""
+    expected = case.expected[r]
     names = {
-        "outputs": [one.program.names[i] for i in one.program.outputs],
-        "first": [f"v{i}" for i in range(len(one.program.leaves))],
-        "second": [f"v{i}" for i in range(len(one.program.leaves))],
+        "outputs": [case.program.names[i] for i in case.program.outputs],
+        "first": [f"v{i}" for i in range(len(case.program.leaves))],
+        "second": [f"v{i}" for i in range(len(case.program.leaves))],
     }
-    if one.job.mode.startswith("forward"):
+    if case.job.mode.startswith("forward"):
         names["first"] = names["outputs"]
     what = {"outputs": "value of", "first": "derivative of", "second": "second derivative of"}
     everything = [y for ys in expected for y in ys if y is not None and y.numel()]
     scale = max([1.0, *(float(y.abs().max()) for y in everything)])
-    atol = LOW.get(one.program.dtype, TOLERANCE) * scale
+    atol = LOW.get(case.program.dtype, TOLERANCE) * scale
     wrong = []
     count = 0
     for field in Found._fields:
@@ -310,16 +310,16 @@ def compare(one: Trial, r: int, found: Found) -> tuple[int, list[str]]:
         if len(mine) != len(theirs):
             wrong.append(f"rank {r}: {len(mine)} {field}, expected {len(theirs)}")
             continue
-        for name, got, wanted in zip(names[field], mine, theirs, strict=False):  # no names of what is not there
+        for name, got, wanted in zip(names[field], mine, theirs, strict=False):  # empty fields have no entries
             count += 1
-            text = difference(got, wanted, one.program.dtype, atol)
+            text = difference(got, wanted, case.program.dtype, atol)
             if text:
                 wrong.append(f"rank {r}: {what[field]} {name}: {text}")
     return count, wrong
 
 
 def difference(got: Tensor | None, wanted: Tensor | None, dtype: torch.dtype, atol: float) -> str:
-    """What is wrong; "" if nothing is. No derivative is as good as zeros."""
+    """Return what differs; "" if nothing. A missing derivative equals zeros."""
     if wanted is None:
         return "" if got is None else f"got {got}, expected none"
     if got is None:

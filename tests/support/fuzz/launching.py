@@ -1,4 +1,4 @@
-"""Runs what was drawn on ranks, in batches: what fails, hangs or ends a rank is found, and the others go on."""
+"""Run drawn items on ranks in batches. If a batch fails, hangs or kills a rank, its items run one by one."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 from ranks import RankError, RankPool
 
-START_SECONDS = 300.0  # in which ranks start and load what takes seconds, on a busy machine too
+START_SECONDS = 300.0  # timeout to start ranks and load slow modules, also on a busy machine
 
 
-def each(
+def run_batches(
     pool: RankPool,
     n: int,
     function: Callable[..., list[Any]],
@@ -20,30 +20,30 @@ def each(
     timeout: float,
     load: Callable[..., object] | None = None,
 ) -> Iterator[tuple[Any, list[Any] | RankError]]:
-    """(item, what function(comm, items) gives for it on each rank, or the error of a run of it alone).
+    """Yield (item, results of function(comm, items) for it by rank), or (item, the error of running it alone).
 
-    load  makes ranks ready, which start anew after a failure
+    load  prepares the ranks; called before each batch, since ranks are restarted after a failure
     """
     for start in range(0, len(items), batch):
-        some = items[start : start + batch]
+        items_in_batch = items[start : start + batch]
         if load:
             pool.run(n, load, timeout=START_SECONDS)
         try:
-            by_rank = pool.run(n, function, some, timeout=timeout)
+            by_rank = pool.run(n, function, items_in_batch, timeout=timeout)
         except RankError as error:
-            if len(some) > 1:
-                yield from each(pool, n, function, some, batch=1, timeout=timeout, load=load)
+            if len(items_in_batch) > 1:
+                yield from run_batches(pool, n, function, items_in_batch, batch=1, timeout=timeout, load=load)
             else:
-                yield some[0], error
+                yield items_in_batch[0], error
         else:
-            yield from zip(some, map(list, zip(*by_rank, strict=True)), strict=True)
+            yield from zip(items_in_batch, map(list, zip(*by_rank, strict=True)), strict=True)
 
 
 def shortened(error: RankError, lines: int = 10) -> str:
-    """Of each rank the end of its traceback; of one that hung where it stood, innermost first."""
-    said = []
+    """Return the end of each rank's traceback; for a rank that hung, its stack, innermost frame first."""
+    text = []
     for outcome in error.outcomes:
         head, *rows = [row for row in outcome.report.splitlines() if row.strip()] or [""]
         hung = [i for i, row in enumerate(rows) if row.startswith("Current thread")]
-        said += [head, *(rows[hung[0] + 1 :][:lines] if hung else rows[-lines:])]
-    return "\n".join(said)
+        text += [head, *(rows[hung[0] + 1 :][:lines] if hung else rows[-lines:])]
+    return "\n".join(text)

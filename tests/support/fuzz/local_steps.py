@@ -1,4 +1,4 @@
-"""Steps that a rank does alone: between the collectives of a random program. See programs.py."""
+"""Local steps, between the collectives of a random program. See programs.py."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from .programs import Draw, Kind, Proposal, Text, Unfit, Value
 
 
 def mapped(value: Value, function: Callable[[Tensor, int], Tensor]) -> Value:
-    """function(y, rank) of each rank's; of the one value, where it is one."""
-    if value.one:
+    """Apply function(y, rank) to each rank's tensor, or once to a replicated value."""
+    if value.replicated:
         return Value((function(value.ys[0], 0),) * len(value.ys), True)
     return Value(tuple(function(y, r) for r, y in enumerate(value.ys)), False)
 
 
 class _Local(Kind):
-    """Written as its text, of the names of its inputs and what is given."""
+    """Written as `text`, formatted with the names of its inputs and its arguments."""
 
     local = True
     text: ClassVar[str] = ""
 
     @classmethod
-    def write(cls, names: Sequence[str], given: dict[str, Any]) -> Text:
-        return Text(cls.text.format(*names, **given))
+    def write(cls, names: Sequence[str], args: dict[str, Any]) -> Text:
+        return Text(cls.text.format(*names, **args))
 
 
 UNARY: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
@@ -38,7 +38,7 @@ UNARY: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
 
 
 class Unary(_Local):
-    """A function that is not linear; of complex numbers only where it is bounded."""
+    """A nonlinear function; for complex numbers only one without fast growth."""
 
     weight = 2.0
     linear = False
@@ -48,13 +48,13 @@ class Unary(_Local):
         names = ["square"] if draw.dtype.is_complex else list(UNARY)
         return (draw.pick(lambda value: True),), {"name": draw.rng.choice(names)}
 
-    simulate = staticmethod(lambda values, given, n: mapped(values[0], lambda y, r: UNARY[given["name"]][1](y)))
+    simulate = staticmethod(lambda values, args, n: mapped(values[0], lambda y, r: UNARY[args["name"]][1](y)))
 
-    write = staticmethod(lambda names, given: Text(UNARY[given["name"]][0].format(names[0])))
+    write = staticmethod(lambda names, args: Text(UNARY[args["name"]][0].format(names[0])))
 
 
 class Branch(_Local):
-    """Another function on each rank."""
+    """A different function on each rank."""
 
     linear = False
     traits = frozenset({"differs"})
@@ -62,24 +62,24 @@ class Branch(_Local):
     @staticmethod
     def propose(draw: Draw) -> Proposal:
         names = ["square", "double"] if draw.dtype.is_complex else [*UNARY, "double"]
-        return (draw.own(),), {"names": [draw.rng.choice(names) for _ in range(draw.n)]}
+        return (draw.pick_unreplicated(),), {"names": [draw.rng.choice(names) for _ in range(draw.n)]}
 
     @staticmethod
-    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
-        def one(y: Tensor, r: int) -> Tensor:
-            name = given["names"][r]
+    def simulate(values: Sequence[Value], args: dict[str, Any], n: int) -> Value:
+        def apply(y: Tensor, r: int) -> Tensor:
+            name = args["names"][r]
             return y + y if name == "double" else UNARY[name][1](y)
 
-        return mapped(values[0], one)
+        return mapped(values[0], apply)
 
     @staticmethod
-    def write(names: Sequence[str], given: dict[str, Any]) -> Text:
-        texts = [("{0} * 2" if name == "double" else UNARY[name][0]).format(names[0]) for name in given["names"]]
+    def write(names: Sequence[str], args: dict[str, Any]) -> Text:
+        texts = [("{0} * 2" if name == "double" else UNARY[name][0]).format(names[0]) for name in args["names"]]
         return Text(" ".join(f"({text}) if comm.rank == {r} else" for r, text in enumerate(texts)) + " None")
 
 
 class Scale(_Local):
-    """By a number; of own values by another on each rank."""
+    """Multiply by a number, which differs by rank unless the value is replicated."""
 
     text = "{0} * {by}[comm.rank]"
     weight = 1.5
@@ -87,20 +87,20 @@ class Scale(_Local):
     @staticmethod
     def propose(draw: Draw) -> Proposal:
         at = draw.pick(lambda value: True)
-        one = draw.number()
-        return (at,), {"by": [one if draw.values[at].one else draw.number() for _ in range(draw.n)]}
+        factor = draw.number()
+        return (at,), {"by": [factor if draw.values[at].replicated else draw.number() for _ in range(draw.n)]}
 
-    simulate = staticmethod(lambda values, given, n: mapped(values[0], lambda y, r: y * given["by"][r]))
+    simulate = staticmethod(lambda values, args, n: mapped(values[0], lambda y, r: y * args["by"][r]))
 
 
 def _pair(draw: Draw, fits: Callable[[Value, Value], bool]) -> tuple[int, int]:
     a = draw.pick(lambda value: True)
-    return a, draw.pick(lambda value: value.one == draw.values[a].one and fits(draw.values[a], value))
+    return a, draw.pick(lambda value: value.replicated == draw.values[a].replicated and fits(draw.values[a], value))
 
 
 def _zipped(values: Sequence[Value], function: Callable[..., Tensor]) -> Value:
     first = values[0]
-    if first.one:
+    if first.replicated:
         return Value((function(*(value.ys[0] for value in values)),) * len(first.ys), True)
     return Value(tuple(function(*ys) for ys in zip(*(value.ys for value in values), strict=True)), False)
 
@@ -109,13 +109,13 @@ class Add(_Local):
     text = "{0} + {1}"
     weight = 1.5
     propose: Any = staticmethod(lambda draw: (_pair(draw, lambda a, b: a.shapes == b.shapes), {}))
-    simulate = staticmethod(lambda values, given, n: _zipped(values, torch.add))
+    simulate = staticmethod(lambda values, args, n: _zipped(values, torch.add))
 
 
 class Multiply(Add):
     text = "{0} * {1}"
     linear = False
-    simulate = staticmethod(lambda values, given, n: _zipped(values, torch.mul))
+    simulate = staticmethod(lambda values, args, n: _zipped(values, torch.mul))
 
 
 class Gram(_Local):
@@ -124,7 +124,7 @@ class Gram(_Local):
     text = "{0} @ {0}.T"
     linear = False
     propose: Any = staticmethod(lambda draw: ((draw.pick(lambda value: all(y.dim() == 2 for y in value.ys)),), {}))
-    simulate = staticmethod(lambda values, given, n: mapped(values[0], lambda y, r: torch.einsum("ij,kj->ik", y, y)))
+    simulate = staticmethod(lambda values, args, n: mapped(values[0], lambda y, r: torch.einsum("ij,kj->ik", y, y)))
 
 
 class Matmul(_Local):
@@ -140,7 +140,7 @@ class Matmul(_Local):
 
         return _pair(draw, fits), {}
 
-    simulate = staticmethod(lambda values, given, n: _zipped(values, lambda x, y: torch.einsum("ij,jk->ik", x, y)))
+    simulate = staticmethod(lambda values, args, n: _zipped(values, lambda x, y: torch.einsum("ij,jk->ik", x, y)))
 
 
 class Cat(_Local):
@@ -148,7 +148,7 @@ class Cat(_Local):
 
     @staticmethod
     def propose(draw: Draw) -> Proposal:
-        # Not of shape (0,): torch cuts those off from second derivatives, and such a rank would not enter them.
+        # Not shape (0,): torch drops it from second derivatives, and such a rank would skip their collectives.
         a = draw.pick(lambda value: (0,) not in value.shapes)
         dim = draw.dim(draw.values[a])
 
@@ -156,18 +156,18 @@ class Cat(_Local):
             if (0,) in value.shapes:
                 return False
             pairs = zip(draw.values[a].ys, value.ys, strict=True)
-            return value.one == draw.values[a].one and all(
+            return value.replicated == draw.values[a].replicated and all(
                 x.dim() == y.dim() and all(p == q for d, (p, q) in enumerate(zip(x.shape, y.shape)) if d != dim)  # noqa: B905
                 for x, y in pairs
             )
 
         return (a, draw.pick(fits)), {"dim": dim}
 
-    simulate = staticmethod(lambda values, given, n: _zipped(values, lambda x, y: torch.cat([x, y], given["dim"])))
+    simulate = staticmethod(lambda values, args, n: _zipped(values, lambda x, y: torch.cat([x, y], args["dim"])))
 
 
 class Transpose(_Local):
-    """A view that is not contiguous."""
+    """A non-contiguous view."""
 
     text = "{0}.transpose({dims[0]}, {dims[1]})"
     weight = 1.5
@@ -178,12 +178,12 @@ class Transpose(_Local):
         return (at,), {"dims": sorted(draw.rng.sample(range(min(y.dim() for y in draw.values[at].ys)), 2))}
 
     @staticmethod
-    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
-        return mapped(values[0], lambda y, r: y.movedim(given["dims"], given["dims"][::-1]))
+    def simulate(values: Sequence[Value], args: dict[str, Any], n: int) -> Value:
+        return mapped(values[0], lambda y, r: y.movedim(args["dims"], args["dims"][::-1]))
 
 
 class Slice(_Local):
-    """Rows of a dimension; of own values others on each rank, none on some."""
+    """Some rows of a dimension; if not replicated, they may differ by rank and be empty."""
 
     text = "{0}[({dim} * (slice(None),)) + (slice(*{rows}[comm.rank]),)]"
     weight = 1.2
@@ -193,7 +193,7 @@ class Slice(_Local):
         at = draw.pick(lambda value: True)
         value = draw.values[at]
         dim = draw.dim(value)
-        uneven = not value.one and (not value.even or draw.chance(0.4))
+        uneven = not value.replicated and (not value.same_shape or draw.chance(0.4))
         rows = []
         for y in value.ys:
             start = draw.rng.randint(0, max(0, y.shape[dim] - 1))
@@ -201,12 +201,12 @@ class Slice(_Local):
         return (at,), {"dim": dim, "rows": rows if uneven else rows[:1] * draw.n}
 
     @staticmethod
-    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
-        def one(y: Tensor, r: int) -> Tensor:
-            start, stop = given["rows"][r]
-            return y.index_select(given["dim"], torch.arange(start, stop))
+    def simulate(values: Sequence[Value], args: dict[str, Any], n: int) -> Value:
+        def select(y: Tensor, r: int) -> Tensor:
+            start, stop = args["rows"][r]
+            return y.index_select(args["dim"], torch.arange(start, stop))
 
-        return mapped(values[0], one)
+        return mapped(values[0], select)
 
 
 class Expand(_Local):
@@ -219,11 +219,11 @@ class Expand(_Local):
         at = draw.pick(lambda value: all(y.dim() <= 2 for y in value.ys))
         return (at,), {"times": draw.rng.choice([1, 2, 3, draw.n])}
 
-    simulate = staticmethod(lambda values, given, n: mapped(values[0], lambda y, r: torch.stack([y] * given["times"])))
+    simulate = staticmethod(lambda values, args, n: mapped(values[0], lambda y, r: torch.stack([y] * args["times"])))
 
 
 class Sum(_Local):
-    """Over a dimension, or all of them: a tensor of no dimensions."""
+    """Sum over one dimension, or over all to a 0-dimensional tensor."""
 
     text = "{0}.sum({dim})"
 
@@ -233,12 +233,12 @@ class Sum(_Local):
         return (at,), {"dim": "" if draw.chance(0.4) else draw.dim(draw.values[at])}
 
     @staticmethod
-    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
-        return mapped(values[0], lambda y, r: y.sum() if given["dim"] == "" else y.sum(given["dim"]))
+    def simulate(values: Sequence[Value], args: dict[str, Any], n: int) -> Value:
+        return mapped(values[0], lambda y, r: y.sum() if args["dim"] == "" else y.sum(args["dim"]))
 
 
 class Conjugate(_Local):
-    """The conj bit, or its imaginary part's neg bit, of complex numbers; without effect on others."""
+    """A lazy conjugate of complex numbers, with torch's conjugate bit."""
 
     text = "{0}.conj()"
     weight = 0.5
@@ -249,11 +249,11 @@ class Conjugate(_Local):
             raise Unfit
         return (draw.pick(lambda value: True),), {}
 
-    simulate = staticmethod(lambda values, given, n: mapped(values[0], lambda y, r: torch.conj_physical(y)))
+    simulate = staticmethod(lambda values, args, n: mapped(values[0], lambda y, r: torch.conj_physical(y)))
 
 
 class InPlace(_Local):
-    """The output of a collective, changed in place."""
+    """Change the output of a collective in place."""
 
     text = "{0}.{how}"
     weight = 0.8
@@ -265,7 +265,7 @@ class InPlace(_Local):
             step = draw.steps[i - len(draw.leaves)] if i >= len(draw.leaves) else None
             if step is None or i in draw.used or Kind.known[step.kind].local:
                 return False
-            kept = step.given.get("op") in ("max", "min", "prod")  # saved for the backward pass: torch raises
+            kept = step.args.get("op") in ("max", "min", "prod")  # saved for the backward pass: torch raises
             return not kept and "partition" not in Kind.known[step.kind].traits
 
         found = [i for i in range(len(draw.values)) if i not in draw.dead and fits(i)]
@@ -274,6 +274,6 @@ class InPlace(_Local):
         return (draw.rng.choice(found),), {"how": draw.rng.choice(["mul_(3.0)", "add_(0.5)", "neg_()"])}
 
     @staticmethod
-    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
+    def simulate(values: Sequence[Value], args: dict[str, Any], n: int) -> Value:
         change = {"mul_(3.0)": lambda y, r: y * 3, "add_(0.5)": lambda y, r: y + 0.5, "neg_()": lambda y, r: -y}
-        return mapped(values[0], change[given["how"]])
+        return mapped(values[0], change[args["how"]])

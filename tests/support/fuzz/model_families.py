@@ -1,4 +1,4 @@
-"""Random small models of transformers, and plans for them, for scripts/faults/fuzzer.py: data, drawn from a seed."""
+"""Random small transformers models and plans, drawn from a seed, for scripts/faults/fuzzer.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pynccl_autograd as ad
 
 WORDS = 29
 
-# Whose modules have the names of Llama's. Of some the plan of Llama has to be refused.
+# Families whose modules are named like Llama's. For some of them, Llama's plan must raise.
 LLAMAS = (
     *("Llama", "Mistral", "Qwen2", "Qwen3", "Cohere", "Cohere2", "Granite", "Olmo", "Helium", "Nemotron", "SmolLM3"),
     *("Ministral", "Arcee", "SeedOss", "Ernie4_5", "Gemma", "Gemma2", "HunYuanDenseV1", "Apertus", "StableLm"),
@@ -18,7 +18,7 @@ LLAMAS = (
 )
 FAMILIES = (*LLAMAS, "GPT2", "GPT2", "Bert", "Bert", "T5", "T5", "GPTNeoX", "Roberta")
 
-# What a plan needs besides, where it is not refused for the lack of it.
+# Additions that the plan of a family needs to be accepted.
 ADDED: dict[str, dict[str, Any]] = {
     "HunYuanDenseV1": {"**.self_attn.*_layernorm": "partial"},
     "Apertus": {
@@ -49,7 +49,7 @@ NAMES = (
 
 
 class Trial(NamedTuple):
-    """A model, its plan, and how it is called."""
+    """A model, its plan, and how to call it."""
 
     seed: int
     ranks: int
@@ -59,7 +59,7 @@ class Trial(NamedTuple):
     changes: dict[str, Any]
     sequence_parallel: bool
     gather_logits: bool
-    around: str  # what is around the model
+    around: str  # module that contains the model: "", "reward", "two", "tied" or "outer"
     mesh: tuple[int, int]
     frozen: float
     call: dict[str, Any]
@@ -95,7 +95,7 @@ def draw(seed: int, ranks: int) -> Trial:
         {**plan, **changes},
         changes,
         rng.random() < 0.6,
-        rng.random() < 0.8 or bool(around) or family == "T5",  # what is around takes logits for whole
+        rng.random() < 0.8 or bool(around) or family == "T5",  # the outer module needs the full logits
         around,
         rng.choice(((1, ranks), (1, ranks), (2, ranks // 2))) if ranks % 2 == 0 and ranks > 2 else (1, ranks),
         rng.choice((0.0, 0.0, 0.3)),
@@ -107,7 +107,7 @@ def draw(seed: int, ranks: int) -> Trial:
 def _sizes(rng: random.Random, family: str, ranks: int) -> dict[str, Any]:
     heads = ranks * rng.choice((1, 2)) if rng.random() < 0.9 else rng.choice((2, 3, 4, 6))
     dim = rng.choice((4, 8))
-    kv = rng.choice([one for one in range(1, heads + 1) if heads % one == 0])
+    kv = rng.choice([divisor for divisor in range(1, heads + 1) if heads % divisor == 0])
     hidden = heads * dim
     inner = 12 * rng.choice((1, 2)) if rng.random() < 0.9 else hidden
     layers, tied = rng.choice((1, 2, 3)), rng.random() < 0.5

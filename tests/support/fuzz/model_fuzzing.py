@@ -1,4 +1,4 @@
-"""Runs random models on ranks, for scripts/faults/fuzzer.py and its test."""
+"""Run random models on ranks, for scripts/faults/fuzzer.py and its test."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class Failure(NamedTuple):
 
 
 class Fuzzed(NamedTuple):
-    ways: Counter[str]  # "equal", "refused", or, of plans with random changes, "failed" in the first forward pass
+    outcomes: Counter[str]  # "equal", "rejected"; for plans with random changes also "failed" in the first forward pass
     comparisons: int
     failures: list[Failure]
     refusals: Counter[str]
 
 
 def fuzz(pool: RankPool, seeds: Iterable[int], sizes: list[int], timeout: float = 60.0) -> Fuzzed:
-    """A model for each seed, on the sizes in turn."""
-    ways: Counter[str] = Counter()
+    """Run a model for each seed, cycling through the world sizes."""
+    outcomes: Counter[str] = Counter()
     refusals: Counter[str] = Counter()
     failures: list[Failure] = []
     comparisons = 0
@@ -42,14 +42,14 @@ def fuzz(pool: RankPool, seeds: Iterable[int], sizes: list[int], timeout: float 
         except RankError as error:
             failures.append(Failure(trial, str(error)))
             continue
-        what = {one.what for one in found}
+        what = {result.what for result in found}
         late = what == {"failed"} and trial.changes
-        if not late and (len(what) > 1 or not what <= {"equal", "refused"}):
-            texts = [f"rank {i}: {one.what} {one.text}" for i, one in enumerate(found)]
+        if not late and (len(what) > 1 or not what <= {"equal", "rejected"}):
+            texts = [f"rank {i}: {result.what} {result.text}" for i, result in enumerate(found)]
             failures.append(Failure(trial, "\n".join(texts)))
             continue
-        ways[what.pop()] += 1
+        outcomes[what.pop()] += 1
         if found[0].what != "equal":
             refusals[f"{found[0].text}   [{trial.family} {trial.changes}]"] += 1
-        comparisons += sum(one.comparisons for one in found)
-    return Fuzzed(ways, comparisons, failures, refusals)
+        comparisons += sum(result.comparisons for result in found)
+    return Fuzzed(outcomes, comparisons, failures, refusals)

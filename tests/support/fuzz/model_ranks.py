@@ -1,4 +1,4 @@
-"""What a rank does with a random model: makes it parallel, or is refused, and compares with the unsharded one."""
+"""The rank side of random models: parallelize, which may raise, and compare with the unsharded model."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ BATCH = 2
 
 
 class Found(NamedTuple):
-    what: str  # "equal", "refused", "wrong", "failed"
+    what: str  # "equal", "rejected", "wrong", "failed"
     text: str
     comparisons: int = 0
 
 
 class Reward(nn.Module):
-    """A head on what a layer has made, in a model around the one of transformers."""
+    """A model with a reward head on a hidden state of the inner transformers model."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__()
@@ -36,42 +36,43 @@ class Reward(nn.Module):
         config = inner.config
         self.score = nn.Linear(getattr(config, "hidden_size", None) or config.d_model, 1)
 
-    def forward(self, **given: Any) -> Any:
-        given.pop("labels", None)
-        output = self.inner(**{**given, "output_hidden_states": True, "return_dict": True})
+    def forward(self, **inputs: Any) -> Any:
+        inputs.pop("labels", None)
+        output = self.inner(**{**inputs, "output_hidden_states": True, "return_dict": True})
         states = [name for name in ("hidden_states", "decoder_hidden_states") if getattr(output, name, None)]
         chosen = getattr(output, states[0])[1]
         return self.score(chosen).square().mean(), chosen, output.logits
 
 
 class Two(nn.Module):
-    """Two models, of which one is the reference of the other."""
+    """Two copies of a model, one as the reference of the other."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__()
         self.models = nn.ModuleList([inner, copy.deepcopy(inner)])
 
-    def forward(self, **given: Any) -> Any:
-        outputs = [model(**given) for model in self.models]
+    def forward(self, **inputs: Any) -> Any:
+        outputs = [model(**inputs) for model in self.models]
         first, second = (
-            one.logits if hasattr(one, "logits") else one[given.get("labels") is not None] for one in outputs
+            output.logits if hasattr(output, "logits") else output[inputs.get("labels") is not None]
+            for output in outputs
         )
         return (first - 2 * second).square().mean(), first, outputs
 
 
 class Outer(nn.Module):
-    """A model that hands on what the one within gives."""
+    """A model that returns the output of the inner one."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__()
         self.inner = inner
 
-    def forward(self, **given: Any) -> Any:
-        return self.inner(**given)
+    def forward(self, **inputs: Any) -> Any:
+        return self.inner(**inputs)
 
 
 class Tied(nn.Module):
-    """A head of one's own that has the weight of the embedding."""
+    """A separate head that shares the embedding's weight."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__()
@@ -80,16 +81,16 @@ class Tied(nn.Module):
         self.head = nn.Linear(embedding.embedding_dim, embedding.num_embeddings, bias=False)
         self.head.weight = embedding.weight
 
-    def forward(self, **given: Any) -> Any:
-        given.pop("labels", None)
-        output = self.inner(**{**given, "output_hidden_states": True, "return_dict": True})
+    def forward(self, **inputs: Any) -> Any:
+        inputs.pop("labels", None)
+        output = self.inner(**{**inputs, "output_hidden_states": True, "return_dict": True})
         states = [name for name in ("hidden_states", "decoder_hidden_states") if getattr(output, name, None)]
         logits = self.head(getattr(output, states[0])[-1])
         return logits.square().mean() + output.logits.square().mean(), logits
 
 
 def load(comm: Communicator) -> None:
-    """What takes a while, on a busy machine."""
+    """Import transformers, which is slow on a busy machine."""
     from transformers import LlamaForCausalLM  # noqa: F401
 
 
@@ -118,13 +119,13 @@ def batch(trial: Trial) -> dict[str, Any]:
     torch.manual_seed(trial.seed + 1)
     ranks = trial.mesh[1]
     ids = torch.randint(3, WORDS, (BATCH, 4 * ranks))
-    given: dict[str, Any] = {"input_ids": ids}
-    given |= {name: value for name, value in trial.call.items() if name != "labels"}
+    inputs: dict[str, Any] = {"input_ids": ids}
+    inputs |= {name: value for name, value in trial.call.items() if name != "labels"}
     if trial.family == "T5":
-        given["labels"] = torch.randint(3, WORDS, (BATCH, ranks * random.Random(trial.seed).choice((1, 2, 4, 8))))
+        inputs["labels"] = torch.randint(3, WORDS, (BATCH, ranks * random.Random(trial.seed).choice((1, 2, 4, 8))))
     elif trial.call["labels"] and (trial.gather_logits or trial.family not in ("Bert", "Roberta")):
-        given["labels"] = torch.randint(3, WORDS, ids.shape)
-    return given
+        inputs["labels"] = torch.randint(3, WORDS, ids.shape)
+    return inputs
 
 
 def leaves(output: Any, at: str = "") -> dict[str, Tensor]:
@@ -136,17 +137,19 @@ def leaves(output: Any, at: str = "") -> dict[str, Tensor]:
         items = enumerate(output)
     else:
         return {}
-    return {path: one for key, value in items for path, one in leaves(value, f"{at}.{key}").items()}
+    return {path: leaf for key, value in items for path, leaf in leaves(value, f"{at}.{key}").items()}
 
 
 def state(model: nn.Module) -> list[Any]:
-    """What must be as it was where a plan is refused."""
+    """Return the state of a model that must not change when a plan raises."""
     found: list[Any] = []
     for path, module in model.named_modules(remove_duplicate=False):
-        own = [(name, id(one), hasattr(one, "shard")) for name, one in module.named_parameters(recurse=False)]
+        parameters = [
+            (name, id(value), hasattr(value, "shard")) for name, value in module.named_parameters(recurse=False)
+        ]
         hooks = len(module._forward_hooks), len(module._forward_pre_hooks), "forward" in vars(module)
-        numbers = sorted((name, one) for name, one in vars(module).items() if isinstance(one, int))
-        found.append((path, id(module), own, hooks, numbers))
+        numbers = sorted((name, value) for name, value in vars(module).items() if isinstance(value, int))
+        found.append((path, id(module), parameters, hooks, numbers))
     return found
 
 
@@ -159,12 +162,12 @@ def differs(what: str, found: Tensor, expected: Tensor) -> str:
     return "" if off <= RTOL else f"{what} is off by {off:.2g} of its largest entry"
 
 
-def loss_of(output: Any, given: Mapping[str, Any]) -> Tensor:
-    """Of all that is whole: every tensor that the model gives has a gradient."""
+def loss_of(output: Any, inputs: Mapping[str, Any]) -> Tensor:
+    """Return a loss that depends on every unsharded floating-point tensor of the output."""
     total = torch.zeros((), dtype=torch.float64)
-    for at, one in leaves(output).items():
-        if one.requires_grad and one.is_floating_point() and "past_key" not in at:
-            total = total + one.double().square().mean() * 3 + one.double().sin().mean()
+    for at, tensor in leaves(output).items():
+        if tensor.requires_grad and tensor.is_floating_point() and "past_key" not in at:
+            total = total + tensor.double().square().mean() * 3 + tensor.double().sin().mean()
     return total
 
 
@@ -176,60 +179,60 @@ def run(comm: Communicator, trial: Trial) -> Found:
 
 def _run(comm: Communicator, trial: Trial) -> Found:
     try:
-        whole: Any = make(trial)
+        unsharded: Any = make(trial)
     except (ValueError, KeyError) as error:  # sizes that this family does not have
-        return Found("refused", f"by transformers: {error}")
-    model: Any = copy.deepcopy(whole)
+        return Found("rejected", f"by transformers: {error}")
+    model: Any = copy.deepcopy(unsharded)
     before = state(model)
     try:
         ad.parallelize(model, comm, trial.plan, trial.sequence_parallel, gather_logits=trial.gather_logits)
     except (ValueError, TypeError) as error:
         if state(model) != before:
-            return Found("wrong", f"refused after it was changed: {error}")
-        return Found("refused", str(error))
-    given = batch(trial)
+            return Found("wrong", f"rejected, but the model was changed: {error}")
+        return Found("rejected", str(error))
+    inputs = batch(trial)
     outputs = []
-    for one in (whole, model):
+    for candidate in (unsharded, model):
         try:
-            outputs.append(one(**given))
+            outputs.append(candidate(**inputs))
         except Exception as error:
-            if one is whole:
-                return Found("refused", f"by the unsharded model: {error}")
+            if candidate is unsharded:
+                return Found("rejected", f"by the unsharded model: {error}")
             return Found("failed", f"forward: {type(error).__name__}: {error}")
-    expected, found = (leaves(one) for one in outputs)
-    return _compare(comm, trial, (whole, model), (expected, found), given)
+    expected, found = (leaves(candidate) for candidate in outputs)
+    return _compare(comm, trial, (unsharded, model), (expected, found), inputs)
 
 
-def _compare(comm: Communicator, trial: Trial, models: Any, outputs: Any, given: Mapping[str, Any]) -> Found:
-    (whole, model), (expected, found) = models, outputs
+def _compare(comm: Communicator, trial: Trial, models: Any, outputs: Any, inputs: Mapping[str, Any]) -> Found:
+    (unsharded, model), (expected, found) = models, outputs
     if expected.keys() != found.keys():
         return Found("wrong", f"gives {sorted(found)}, expected {sorted(expected)}")
-    # The keys and values of a cache are of this rank's heads, and logits of its words, where that was asked for.
+    # A cache holds the keys and values of this rank's heads; without gather_logits, the logits are this rank's shard.
     kept = {at for at in expected if "past_key_values" not in at}
     if not trial.gather_logits:
         kept = {at for at in kept if expected[at].shape[-1:] != (WORDS,)}
-    wrong = [text for at in kept if (text := differs(f"output {at}", found[at], expected[at]))]
+    problems = [text for at in kept if (text := differs(f"output {at}", found[at], expected[at]))]
     if trial.in_backward:
         ad.finish_gradients_in_backward(model)
-    losses = [loss_of({at: one[at] for at in sorted(kept)}, given) for one in (expected, found)]
+    losses = [loss_of({at: result[at] for at in sorted(kept)}, inputs) for result in (expected, found)]
     if not losses[0].requires_grad:
-        return Found("wrong" if wrong else "equal", "\n".join(wrong), len(kept))
-    for one in losses:
-        one.backward()
+        return Found("wrong" if problems else "equal", "\n".join(problems), len(kept))
+    for result in losses:
+        result.backward()
     ad.finish_gradients(model)
-    theirs, ours = dict(whole.named_parameters()), dict(model.named_parameters())
+    theirs, ours = dict(unsharded.named_parameters()), dict(model.named_parameters())
     if theirs.keys() != ours.keys():
         return Found("wrong", f"has parameters {sorted(ours.keys() ^ theirs.keys())}")
     for path, parameter in ours.items():
         grad, shard = theirs[path].grad, shard_of(parameter)
         if (grad is None) != (parameter.grad is None):
-            wrong.append(f"gradient of {path}: {parameter.grad is not None}, expected {grad is not None}")
+            problems.append(f"gradient of {path}: {parameter.grad is not None}, expected {grad is not None}")
         elif grad is not None:
-            own = grad if shard is None else shard.own(grad)
+            expected_shard = grad if shard is None else shard.own(grad)
             scale = max(float(grad.abs().max()), 1e-6)
-            off = float((parameter.grad - own).abs().max()) / scale if own.numel() else 0.0
-            if parameter.grad.shape != own.shape or off > RTOL:
-                wrong.append(f"gradient of {path} is off by {off:.2g} of its largest entry")
-    norms = nn.utils.clip_grad_norm_(whole.parameters(), 1e9), ad.clip_grad_norm_(model.parameters(), 1e9)
-    wrong += [text for text in [differs("norm", norms[1].double(), norms[0].double())] if text]
-    return Found("wrong" if wrong else "equal", "\n".join(wrong), len(kept) + len(ours) + 1)
+            off = float((parameter.grad - expected_shard).abs().max()) / scale if expected_shard.numel() else 0.0
+            if parameter.grad.shape != expected_shard.shape or off > RTOL:
+                problems.append(f"gradient of {path} is off by {off:.2g} of its largest entry")
+    norms = nn.utils.clip_grad_norm_(unsharded.parameters(), 1e9), ad.clip_grad_norm_(model.parameters(), 1e9)
+    problems += [text for text in [differs("norm", norms[1].double(), norms[0].double())] if text]
+    return Found("wrong" if problems else "equal", "\n".join(problems), len(kept) + len(ours) + 1)

@@ -1,4 +1,4 @@
-"""Runs random programs of overlapped layers on ranks, for scripts/faults/fuzzer.py and its test."""
+"""Run random programs of overlapped layers on ranks, for scripts/faults/fuzzer.py and its test."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import NamedTuple
 from ranks import RankError, RankPool
 
 from . import overlap_programs
-from .launching import each
+from .launching import run_batches
 
-BATCH = 8  # programs that run before the ranks are asked
+BATCH = 8  # programs per call of the ranks
 
 
 class Summary(NamedTuple):
@@ -26,18 +26,18 @@ def fuzz(
     *,
     programs: int,
     timeout: float = 60.0,
-    tell: Callable[[str], object] = lambda text: None,
+    on_failure: Callable[[str], object] = lambda text: None,
 ) -> Summary:
-    """So many programs, from this seed on."""
+    """Run `programs` programs, with seeds from `seed` on."""
     passes = 0
     failures: list[str] = []
-    for done in range(0, programs, BATCH):
-        seeds = range(seed + done, seed + min(done + BATCH, programs))
-        n = sizes[done // BATCH % len(sizes)]
-        for one, by_rank in each(pool, n, overlap_programs.run, seeds, batch=BATCH, timeout=timeout):
+    for first in range(0, programs, BATCH):
+        seeds = range(seed + first, seed + min(first + BATCH, programs))
+        n = sizes[first // BATCH % len(sizes)]
+        for program_seed, by_rank in run_batches(pool, n, overlap_programs.run, seeds, batch=BATCH, timeout=timeout):
             if isinstance(by_rank, RankError):
-                failures.append(f"--seed {one} --runs 1 --ranks {n}\n{by_rank}")
-                tell(failures[-1])
+                failures.append(f"--seed {program_seed} --runs 1 --ranks {n}\n{by_rank}")
+                on_failure(failures[-1])
             else:
                 passes += by_rank[0]
     return Summary(programs, passes, failures)

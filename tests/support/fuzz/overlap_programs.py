@@ -1,8 +1,8 @@
-"""Random programs of overlapped matmuls and layers, on ranks and beside plain F.linear of the whole in float64.
+"""Random programs of overlapped matmuls and layers on ranks, compared with unsharded F.linear in float64.
 
-A program is drawn from its seed, the same on every rank: some layers, of each some passes (see `_ACTIONS`). Every rank
-computes the reference alone, without communication. No pass is too small for a trial, so that a layer's passes go by
-turns. Used by scripts/faults/fuzzer.py and its test.
+A program is drawn from its seed, the same on every rank: some layers with some passes each (see `_ACTIONS`). Every rank
+computes the reference alone, without communication. Trials are enabled for all sizes, so that the passes of a layer
+alternate between schedules. Used by scripts/faults/fuzzer.py and its test.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pynccl_autograd import OverlapConfig
 from pynccl_autograd.overlap import trials
 from pynccl_autograd.overlap.lanes import Lane
 
-# Of a sum of up to some hundred products, of the largest value.
+# Relative to the largest value, for sums of up to some hundred products.
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 6e-3}
 
 
@@ -34,7 +34,7 @@ COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send
 
 
 class Pattern(NamedTuple):
-    """Which dimensions of x, the weight, y and the bias are cut over the ranks, of two-dimensional x; None: equal."""
+    """The dimensions of a 2-D x, the weight, y and the bias that are sharded over the ranks; None: replicated."""
 
     function: Any
     layer: Any
@@ -53,8 +53,8 @@ PATTERNS = {
 }
 
 
-class Refuses(Observer):
-    """Raises after some collectives were launched: on every rank the same ones, whose matmuls may differ in number."""
+class RaisesAfter(Observer):
+    """Raises after some collectives: the same ones on every rank, although the number of matmuls may differ."""
 
     def __init__(self, left: int) -> None:
         self.left = left
@@ -62,11 +62,11 @@ class Refuses(Observer):
     def ran(self, lane: Lane, name: str, reads: Sequence[Any], writes: Sequence[Any], begin: Any, end: Any) -> None:
         self.left -= name in COLLECTIVES
         if self.left < 0:
-            raise ArithmeticError("refused")
+            raise ArithmeticError("injected")
 
 
 class Drawn(NamedTuple):
-    """A layer of a program: what it is, and what is done with it."""
+    """A layer of a program, and its passes."""
 
     name: str
     dtype: torch.dtype
@@ -120,26 +120,26 @@ def _layer(rng: random.Random, n: int) -> Drawn:
 
 
 class Running:
-    """A layer on this rank, and the whole one in float64."""
+    """A layer on this rank, and the unsharded reference in float64."""
 
     def __init__(self, comm: Communicator, drawn: Drawn, generator: torch.Generator) -> None:
         self.comm, self.drawn, self.pattern, self.generator = comm, drawn, PATTERNS[drawn.name], generator
         self.w, self.bias = self.tensor(drawn.hidden, drawn.width), self.tensor(drawn.hidden)
         self.object = self._object() if drawn.overlap in ("ring", "slices", "exchange") else None
-        self.own_w = self.part(self.w, self.pattern.w).clone().requires_grad_(drawn.frozen != "w")
-        self.own_bias = self.part(self.bias, self.pattern.bias).clone().requires_grad_() if drawn.has_bias else None
+        self.w_shard = self.shard(self.w, self.pattern.w).clone().requires_grad_(drawn.frozen != "w")
+        self.bias_shard = self.shard(self.bias, self.pattern.bias).clone().requires_grad_() if drawn.has_bias else None
         self.call = self._layer() if drawn.as_layer else self._function
-        self.main = torch.zeros_like(self.w.double())  # what main_grad is to be
+        self.main = torch.zeros_like(self.w.double())  # expected main_grad
         if drawn.fused:
             wide = torch.float64 if drawn.dtype is torch.float64 else torch.float32
-            self.own_w.main_grad = torch.zeros_like(self.own_w, dtype=wide)  # type: ignore[attr-defined]
+            self.w_shard.main_grad = torch.zeros_like(self.w_shard, dtype=wide)  # type: ignore[attr-defined]
 
     def tensor(self, *shape: int) -> Tensor:
-        """The same on every rank."""
+        """Draw a tensor, the same on every rank."""
         made = torch.randn(shape, generator=self.generator, dtype=torch.float64)
         return made.to(self.drawn.dtype)
 
-    def part(self, t: Tensor, dim: int | None) -> Tensor:
+    def shard(self, t: Tensor, dim: int | None) -> Tensor:
         return t if dim is None else t.chunk(self.comm.size, dim)[self.comm.rank].contiguous()
 
     def dim(self, dim: int | None) -> int | None:
@@ -165,7 +165,7 @@ class Running:
         return ad.CommOverlap(helper, shape, dtype, num_splits=3, deterministic=drawn.overlap == "exchange")
 
     def _function(self, x: Tensor) -> Tensor:
-        y: Tensor = self.pattern.function(x, self.own_w, self.comm, self.own_bias, **self.options)
+        y: Tensor = self.pattern.function(x, self.w_shard, self.comm, self.bias_shard, **self.options)
         return y
 
     def _layer(self) -> Any:
@@ -176,69 +176,71 @@ class Running:
         )  # fmt: skip
         layer.load_full(self.w, self.bias if drawn.has_bias else None)
         layer.weight.requires_grad_(drawn.frozen != "w")
-        self.own_w, self.own_bias = layer.weight, layer.bias
+        self.w_shard, self.bias_shard = layer.weight, layer.bias
         return layer
 
     def input(self) -> tuple[Tensor, Tensor]:
-        """x, whole in float64 and this rank's."""
+        """Return the unsharded x in float64 and this rank's shard."""
         sizes = self.drawn.sizes[::-1] if self.drawn.seq_dim else self.drawn.sizes
         x = self.tensor(*sizes, self.drawn.width)
         wanted = self.drawn.frozen != "x"
-        own = self.part(x, self.dim(self.pattern.x)).clone().requires_grad_(wanted)
-        return x.double().requires_grad_(wanted), own
+        x_shard = self.shard(x, self.dim(self.pattern.x)).clone().requires_grad_(wanted)
+        return x.double().requires_grad_(wanted), x_shard
 
     def reference(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """y of the whole, with the weight and the bias that it was made of."""
+        """Return the unsharded y, and the weight and bias that it was computed from."""
         w, bias = (t.double().clone().requires_grad_() for t in (self.w, self.bias))
         return F.linear(x, w, bias if self.drawn.has_bias else None), w, bias
 
-    def close(self, found: Tensor | None, expected: Tensor | None, dim: int | None, what: str) -> None:
+    def check_close(self, found: Tensor | None, expected: Tensor | None, dim: int | None, what: str) -> None:
         assert found is not None and expected is not None, f"{what}: {found is None} {expected is None}"
-        wanted = self.part(expected.detach(), dim)
+        wanted = self.shard(expected.detach(), dim)
         scale = max(1.0, float(expected.detach().abs().max()))
         tolerance = TOLERANCE[self.drawn.dtype] * scale * 2
         assert found.shape == wanted.shape, f"{what}: shape {tuple(found.shape)}, expected {tuple(wanted.shape)}"
         off = float((found.detach().double() - wanted).abs().max())
         assert off <= tolerance, f"{what}: off by {off}, where {scale} is the largest"
 
-    def check_gradients(self, own: Tensor, x: Tensor, w: Tensor, bias: Tensor, into: Sequence[Tensor | None]) -> None:
-        """into: the gradients of x, w and the bias here; None: not wanted."""
+    def check_gradients(
+        self, x_shard: Tensor, x: Tensor, w: Tensor, bias: Tensor, into: Sequence[Tensor | None]
+    ) -> None:
+        """into: this rank's gradients of x, w and the bias; None: do not compare."""
         dims = self.dim(self.pattern.x), self.pattern.w, self.pattern.bias
-        for name, found, whole, dim in zip(("dx", "dw", "dbias"), into, (x, w, bias), dims, strict=True):
+        for name, found, full, dim in zip(("dx", "dw", "dbias"), into, (x, w, bias), dims, strict=True):
             if found is not None:
-                self.close(found, whole.grad, dim, name)
+                self.check_close(found, full.grad, dim, name)
 
     def check_main(self, dw: Tensor | None) -> None:
         if self.drawn.fused:
             self.main += 0 if dw is None else dw
-            self.close(self.own_w.main_grad, self.main, self.pattern.w, "main_grad")  # type: ignore[attr-defined]
-            assert self.own_w.grad is None, "weight.grad beside main_grad"
+            self.check_close(self.w_shard.main_grad, self.main, self.pattern.w, "main_grad")  # type: ignore[attr-defined]
+            assert self.w_shard.grad is None, "weight.grad is set in addition to main_grad"
 
     def forget(self) -> None:
-        """After a pass that an exception has ended, whose gradients are a part of the whole."""
+        """Reset the gradients, which are incomplete after a pass that raised."""
         self.drop_gradients()
         if self.drawn.fused:
-            self.own_w.main_grad.zero_()  # type: ignore[attr-defined]
+            self.w_shard.main_grad.zero_()  # type: ignore[attr-defined]
             self.main.zero_()
 
     def drop_gradients(self) -> None:
-        self.own_w.grad = None
-        if self.own_bias is not None:
-            self.own_bias.grad = None
+        self.w_shard.grad = None
+        if self.bias_shard is not None:
+            self.bias_shard.grad = None
 
 
 def _cotangent(running: Running, y: Tensor) -> tuple[Tensor, Tensor]:
     g = running.tensor(*y.shape)
-    return g.double(), running.part(g, running.dim(running.pattern.y))
+    return g.double(), running.shard(g, running.dim(running.pattern.y))
 
 
 def _train(running: Running, rng: random.Random, run: Callable[[Tensor], Tensor] | None = None) -> None:
-    """A pass forwards and backwards, of an output that may be changed in place."""
+    """Run a forward and backward pass; the output may be changed in place in between."""
     run = run or running.call
-    x, own = running.input()
+    x, x_shard = running.input()
     y, w, bias = running.reference(x)
-    found = run(own)
-    running.close(found, y, running.dim(running.pattern.y), "y")
+    found = run(x_shard)
+    running.check_close(found, y, running.dim(running.pattern.y), "y")
     changed = rng.choice(["", "mul_", "add_", "relu_"])
     if changed == "relu_" and running.drawn.dtype is torch.float64:
         y, found = y.relu(), found.relu_()
@@ -246,19 +248,19 @@ def _train(running: Running, rng: random.Random, run: Callable[[Tensor], Tensor]
         y, found = y * 2, found.mul_(2)
     elif changed == "add_":
         y, found = y + 1, found.add_(1)
-    running.close(found, y, running.dim(running.pattern.y), f"y after {changed}")
-    g, own_g = _cotangent(running, y)
+    running.check_close(found, y, running.dim(running.pattern.y), f"y after {changed}")
+    g, g_shard = _cotangent(running, y)
     y.backward(g)
     if not found.requires_grad or found.grad_fn is None:
         return
-    found.backward(own_g)
+    found.backward(g_shard)
     fused, drawn = running.drawn.fused, running.drawn
     grads = [
-        own.grad if drawn.frozen != "x" else None,
-        None if fused or drawn.frozen == "w" else running.own_w.grad,
-        None if running.own_bias is None else running.own_bias.grad,
+        x_shard.grad if drawn.frozen != "x" else None,
+        None if fused or drawn.frozen == "w" else running.w_shard.grad,
+        None if running.bias_shard is None else running.bias_shard.grad,
     ]
-    running.check_gradients(own, x, w, bias, grads)
+    running.check_gradients(x_shard, x, w, bias, grads)
     running.check_main(w.grad)
     running.drop_gradients()
 
@@ -269,88 +271,88 @@ def _checkpoint(running: Running, rng: random.Random) -> None:
 
 
 def _grad_of(running: Running, rng: random.Random) -> None:
-    """torch.autograd.grad of some of x and the weight: of nothing else."""
+    """torch.autograd.grad with respect to x, the weight or both."""
     if running.drawn.frozen:
         return
-    x, own = running.input()
+    x, x_shard = running.input()
     y, w, _ = running.reference(x)
-    g, own_g = _cotangent(running, y)
+    g, g_shard = _cotangent(running, y)
     names = rng.choice([["x"], ["w"], ["x", "w"]])
-    wholes, owns = {"x": x, "w": w}, {"x": own, "w": running.own_w}
-    expected = torch.autograd.grad(y, [wholes[name] for name in names], g)
-    z = running.call(own)
+    full_tensors, shards = {"x": x, "w": w}, {"x": x_shard, "w": running.w_shard}
+    expected = torch.autograd.grad(y, [full_tensors[name] for name in names], g)
+    z = running.call(x_shard)
     again = rng.random() < 0.3
     if again:
-        torch.autograd.grad(z, own, own_g, retain_graph=True)
-    found = torch.autograd.grad(z, [owns[name] for name in names], own_g)
+        torch.autograd.grad(z, x_shard, g_shard, retain_graph=True)
+    found = torch.autograd.grad(z, [shards[name] for name in names], g_shard)
     dims = {"x": running.dim(running.pattern.x), "w": running.pattern.w}
-    for name, mine, whole in zip(names, found, expected, strict=True):
-        running.close(mine, whole, dims[name], f"grad of {name}")
-    assert own.grad is None and running.own_w.grad is None
+    for name, mine, full in zip(names, found, expected, strict=True):
+        running.check_close(mine, full, dims[name], f"grad of {name}")
+    assert x_shard.grad is None and running.w_shard.grad is None
     running.check_main(None)
 
 
 def _penalty(running: Running, rng: random.Random) -> None:
-    """A second derivative, which reaches the weight, too."""
+    """A gradient penalty: a second derivative, with respect to the weight too."""
     if running.drawn.frozen or running.drawn.dtype is not torch.float64:
         return
-    x, own = running.input()
+    x, x_shard = running.input()
     y, w, _ = running.reference(x)
-    mine = running.call(own)
+    mine = running.call(x_shard)
     (dx,) = torch.autograd.grad(y.square().sum() / 2, x, create_graph=True)
-    (own_dx,) = torch.autograd.grad(mine.square().sum() / 2, own, create_graph=True)
-    running.close(own_dx, dx, running.dim(running.pattern.x), "dx")
+    (dx_shard,) = torch.autograd.grad(mine.square().sum() / 2, x_shard, create_graph=True)
+    running.check_close(dx_shard, dx, running.dim(running.pattern.x), "dx")
     dx.square().sum().backward()
-    own_dx.square().sum().backward()
+    dx_shard.square().sum().backward()
     if not running.drawn.fused:
-        running.close(running.own_w.grad, w.grad, running.pattern.w, "dw of a penalty")
-        running.own_w.grad = None
+        running.check_close(running.w_shard.grad, w.grad, running.pattern.w, "dw of a penalty")
+        running.w_shard.grad = None
     running.check_main(w.grad)
     running.drop_gradients()
 
 
 def _without_gradient(running: Running, rng: random.Random) -> None:
     inference = rng.random() < 0.7
-    x, own = running.input()
+    x, x_shard = running.input()
     y, *_ = running.reference(x)
     with torch.inference_mode() if inference else torch.no_grad():
         for _ in range(rng.randint(1, 2)):
-            found = running.call(own * 1 if rng.random() < 0.5 else own)
+            found = running.call(x_shard * 1 if rng.random() < 0.5 else x_shard)
             assert found.is_inference() == inference
             found.mul_(2)
-            running.close(found, 2 * y, running.dim(running.pattern.y), "y without gradient")
+            running.check_close(found, 2 * y, running.dim(running.pattern.y), "y without gradient")
 
 
 def _changed_input(running: Running, rng: random.Random) -> None:
-    """x or the weight changed in place between the passes: right gradients, or torch's error on every rank."""
+    """Change x or the weight in place between the passes: gradients are right, or every rank raises torch's error."""
     if running.drawn.frozen:
         return
-    x, own = running.input()
+    x, x_shard = running.input()
     y, *_ = running.reference(x)
-    g, own_g = _cotangent(running, y)
+    g, g_shard = _cotangent(running, y)
     (dx,) = torch.autograd.grad(y, x, g)
-    between = own * 1
+    between = x_shard * 1
     z = running.call(between)
     with torch.no_grad():
-        (between if rng.random() < 0.5 else running.own_w).mul_(1)
+        (between if rng.random() < 0.5 else running.w_shard).mul_(1)
     try:
-        (found,) = torch.autograd.grad(z, own, own_g)
+        (found,) = torch.autograd.grad(z, x_shard, g_shard)
     except RuntimeError as error:
         assert "modified" in str(error) and "inplace" in str(error), error
         return
-    running.close(found, dx, running.dim(running.pattern.x), "dx after a change")
+    running.check_close(found, dx, running.dim(running.pattern.x), "dx after a change")
 
 
 def _broken(running: Running, rng: random.Random) -> None:
-    """An exception in the middle of a pass, forwards or backwards."""
-    _, own = running.input()
-    refuses = Refuses(rng.randrange(8))
+    """An exception in the middle of a forward or backward pass."""
+    _, x_shard = running.input()
+    raiser = RaisesAfter(rng.randrange(8))
     backwards = rng.random() < 0.5
     try:
-        with nullcontext() if backwards else observing(refuses):
-            y = running.call(own)
+        with nullcontext() if backwards else observing(raiser):
+            y = running.call(x_shard)
         if y.requires_grad:
-            with observing(refuses):
+            with observing(raiser):
                 y.sum().backward()
     except ArithmeticError:
         pass
@@ -358,23 +360,23 @@ def _broken(running: Running, rng: random.Random) -> None:
 
 
 def _handed_out(running: Running, rng: random.Random) -> None:
-    """Some of the slices of an all-reduce; the others are never asked for."""
+    """Read only some of the slices of an all-reduce."""
     drawn = running.drawn
     if drawn.name != "matmul_all_reduce" or len(drawn.sizes) != 1:
         return
-    x, own = running.input()
+    x, x_shard = running.input()
     y, *_ = running.reference(x)
     slices = running.pattern.function(
-        own, running.own_w, running.comm, running.own_bias, hand_off=True, **running.options
+        x_shard, running.w_shard, running.comm, running.bias_shard, hand_off=True, **running.options
     )
     for at in range(rng.randint(0, len(slices))):
-        running.close(slices[at], y[slices.rows[at]], None, f"slice {at}")
+        running.check_close(slices[at], y[slices.rows[at]], None, f"slice {at}")
 
 
 def _deleted(running: Running, rng: random.Random) -> None:
-    """The graph of a pass that never went backwards."""
-    _, own = running.input()
-    running.call(own)
+    """Drop the graph of a pass without a backward pass."""
+    _, x_shard = running.input()
+    running.call(x_shard)
     gc.collect()
 
 
@@ -393,7 +395,7 @@ _ACTIONS: dict[str, Callable[[Running, random.Random], None]] = {
 
 
 def run_one(comm: Communicator, seed: int) -> int:
-    """Run the program of a seed; returns how many passes it had. AssertionError that names the pass."""
+    """Run the program of a seed and return its number of passes. Raises AssertionError with the name of the pass."""
     generator = torch.Generator().manual_seed(seed)
     passes = 0
     for drawn in draw(seed, comm.size):
@@ -411,12 +413,12 @@ def run_one(comm: Communicator, seed: int) -> int:
 
 
 @contextmanager
-def all_are_tried() -> Iterator[None]:
-    """No pass is too small for a trial, in this process."""
-    with mock.patch.object(trials, "FEWEST_FLOP", 0.0), mock.patch.dict(trials.FEWEST_ROWS, {"cpu": 1}):
+def tune_all_sizes() -> Iterator[None]:
+    """Context manager that enables trials for passes of any size in this process."""
+    with mock.patch.object(trials, "MIN_FLOP", 0.0), mock.patch.dict(trials.MIN_ROWS, {"cpu": 1}):
         yield
 
 
 def run(comm: Communicator, seeds: Sequence[int]) -> list[int]:
-    with all_are_tried():
+    with tune_all_sizes():
         return [run_one(comm, seed) for seed in seeds]

@@ -1,13 +1,13 @@
 """Random programs of differentiable collectives: drawn, simulated in one process, and written as Python.
 
 A program is a list of steps on variables v0, v1, ...; the first ones are its leaves. Each kind of step (local_steps.py,
-collective_steps.py, partition_steps.py) says how it is drawn, how all ranks' results follow from all ranks' inputs in
-plain torch, and how one rank writes it with pynccl_autograd. The simulation is an independent reference: torch's own
-derivatives of it are what the ranks must find.
+collective_steps.py, exchange_steps.py, partition_steps.py) defines how to draw it, how to compute all ranks' results
+from all ranks' inputs in plain torch, and how to write it for one rank with pynccl_autograd. The simulation is an
+independent reference: the ranks must find the derivatives that torch computes from it.
 
-A variable is "one" (one logical value that all ranks hold, with cotangents that are equal on all ranks and count once)
-or each rank's own. Collectives with grad="replicated" make the former of the latter, `copy` and `split` undo it; a step
-never mixes the two. So the precondition of the convention holds in every program.
+A variable is either replicated (all ranks hold the same value; its cotangents are equal on all ranks and count once) or
+not. Collectives with grad="replicated" make replicated variables, `copy` and `split` undo this, and no step mixes the
+two. So the precondition of the convention holds in every program.
 """
 
 from __future__ import annotations
@@ -19,39 +19,39 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-Proposal = tuple[tuple[int, ...], dict[str, Any]]  # inputs, what else is given
+Proposal = tuple[tuple[int, ...], dict[str, Any]]  # inputs, arguments
 
 MAX_ELEMENTS = 96  # of a tensor on one rank
-LARGEST = 1e3  # values beyond would cost digits
-LOW = {torch.float32: 2e-4, torch.bfloat16: 8e-2, torch.complex64: 2e-4}  # tolerance of what is not double precision
+LARGEST = 1e3  # larger values would lose digits
+LOW = {torch.float32: 2e-4, torch.bfloat16: 8e-2, torch.complex64: 2e-4}  # tolerance of the lower precisions
 TOLERANCE = 1e-10
-NEAR = 1e-6  # values that are closer, and not equal, may be ordered otherwise after rounding
+NEAR = 1e-6  # the order of different values that are closer may change by rounding
 
 
 class Value(NamedTuple):
-    """What the ranks hold of one variable; the same tensor n times if it is one value."""
+    """All ranks' tensors of one variable; the same tensor n times if it is replicated."""
 
     ys: tuple[Tensor, ...]
-    one: bool
+    replicated: bool
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
         return [tuple(y.shape) for y in self.ys]
 
     @property
-    def even(self) -> bool:
-        """Whether all ranks have one shape."""
+    def same_shape(self) -> bool:
+        """Whether all ranks have the same shape."""
         return len(set(self.shapes)) == 1
 
 
 class Step(NamedTuple):
     kind: str
     inputs: tuple[int, ...]
-    given: dict[str, Any]
+    args: dict[str, Any]
 
 
 class Text(NamedTuple):
-    """How a rank writes a step: an expression, or a collective ad.<function>(x, comm, <rest>)."""
+    """The source of a step: an expression, or a collective ad.<function>(x, comm, <rest>)."""
 
     expression: str = ""
     function: str = ""
@@ -61,7 +61,7 @@ class Text(NamedTuple):
 
 
 class Unfit(Exception):
-    """The step that was drawn does not fit the variables at hand."""
+    """The drawn step does not fit the existing variables."""
 
 
 class Kind:
@@ -79,23 +79,23 @@ class Kind:
 
     @staticmethod
     def propose(draw: Draw) -> Proposal:
-        """(inputs, what else is given); raises Unfit."""
+        """Return (inputs, arguments). Raises Unfit."""
         raise NotImplementedError
 
     @staticmethod
-    def simulate(values: Sequence[Value], given: dict[str, Any], n: int) -> Value:
+    def simulate(values: Sequence[Value], args: dict[str, Any], n: int) -> Value:
         raise NotImplementedError
 
     @staticmethod
-    def write(names: Sequence[str], given: dict[str, Any]) -> Text:
+    def write(names: Sequence[str], args: dict[str, Any]) -> Text:
         raise NotImplementedError
 
 
 class Leaf(NamedTuple):
-    """An input: one tensor per rank, without gradient; the same one n times if it is one value."""
+    """An input: one tensor per rank, without gradient; the same one n times if it is replicated."""
 
     ys: tuple[Tensor, ...]
-    one: bool
+    replicated: bool
 
 
 class Program(NamedTuple):
@@ -112,7 +112,7 @@ class Program(NamedTuple):
 
 
 class Draw:
-    """A program in the making."""
+    """Draws a program step by step."""
 
     def __init__(self, seed: int, n: int, dtype: torch.dtype, excluded: frozenset[str] = frozenset()) -> None:
         self.rng = random.Random(seed)
@@ -122,7 +122,7 @@ class Draw:
         self.steps: list[Step] = []
         self.values: list[Value] = []
         self.used: set[int] = set()
-        self.dead: set[int] = set()  # changed in place: no longer to be read
+        self.dead: set[int] = set()  # changed in place: must not be read any more
 
     @property
     def exact(self) -> bool:
@@ -136,51 +136,51 @@ class Draw:
         return self.rng.choice([-2.0, -1.5, -1.0, -0.5, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0])
 
     def pick(self, fits: Callable[[Value], bool]) -> int:
-        """A variable that fits, rather one that was not used yet."""
+        """Pick a variable that fits, preferring unused ones."""
         found = [i for i, value in enumerate(self.values) if i not in self.dead and fits(value)]
         if not found:
             raise Unfit
         fresh = [i for i in found if i not in self.used]
         return self.rng.choice(fresh if fresh and self.chance(0.7) else found)
 
-    def own(self, fits: Callable[[Value], bool] = lambda value: True) -> int:
-        return self.pick(lambda value: not value.one and fits(value))
+    def pick_unreplicated(self, fits: Callable[[Value], bool] = lambda value: True) -> int:
+        return self.pick(lambda value: not value.replicated and fits(value))
 
     def dim(self, value: Value) -> int:
-        """A dimension that all ranks' tensors have."""
+        """Draw a dimension that all ranks' tensors have."""
         dims = min(y.dim() for y in value.ys)
         if dims != max(y.dim() for y in value.ys) or not dims:
             raise Unfit
         return self.rng.randrange(dims)
 
     def either_sign(self, dim: int, value: Value) -> int:
-        """The same dimension, counted from either end."""
+        """Return the dimension, sometimes as a negative index."""
         return dim - value.ys[0].dim() if self.chance(0.3) else dim
 
     def parts(self, size: int) -> list[int]:
-        """`size` as a sum of one number per rank, some of them 0."""
+        """Split `size` into one random number per rank; some may be 0."""
         marks = sorted(self.rng.randint(0, size) for _ in range(self.n - 1))
         return [b - a for a, b in zip([0, *marks], [*marks, size], strict=True)]
 
-    def leaf(self, one: bool) -> None:
+    def leaf(self, replicated: bool) -> None:
         dims = self.rng.choice([0, 1, 2, 2, 2, 3])
         shape = [self.rng.choice([1, 2, 3, 4, self.n, 2 * self.n]) for _ in range(dims)]
         if dims and self.chance(0.04):
             shape[self.rng.randrange(dims)] = 0
         shapes = [list(shape) for _ in range(self.n)]
-        if not one and dims and self.chance(0.25):
+        if not replicated and dims and self.chance(0.25):
             dim = self.rng.randrange(dims)
-            for own in shapes:
-                own[dim] = self.rng.randint(0, 4)
+            for rank_shape in shapes:
+                rank_shape[dim] = self.rng.randint(0, 4)
         integers = self.chance(0.3)
-        ys = [self.tensor(own, integers) for own in shapes[:1] * self.n] if one else None
-        made = (ys[0],) * self.n if ys else tuple(self.tensor(own, integers) for own in shapes)
-        self.leaves.append(Leaf(made, one))
-        grown = [y.clone().requires_grad_() for y in (made[:1] if one else made)]
-        self.values.append(Value(tuple(grown) * (self.n if one else 1), one))
+        ys = [self.tensor(rank_shape, integers) for rank_shape in shapes[:1] * self.n] if replicated else None
+        made = (ys[0],) * self.n if ys else tuple(self.tensor(rank_shape, integers) for rank_shape in shapes)
+        self.leaves.append(Leaf(made, replicated))
+        grown = [y.clone().requires_grad_() for y in (made[:1] if replicated else made)]
+        self.values.append(Value(tuple(grown) * (self.n if replicated else 1), replicated))
 
     def tensor(self, shape: Sequence[int], integers: bool = False) -> Tensor:
-        """Values that differ; small integers (with ties and zeros) on demand."""
+        """Draw distinct values, or small integers (with ties and zeros)."""
         low = self.dtype in (torch.float32, torch.bfloat16, torch.complex64)
 
         def part() -> Tensor:
@@ -193,21 +193,23 @@ class Draw:
         return torch.complex(part(), part()) if self.dtype.is_complex else part()
 
     def step(self) -> None:
-        """One more step, whatever fits."""
+        """Draw one more step that fits."""
         kinds = [
             kind
-            for _, kind in sorted(Kind.known.items())  # whatever the order of imports: a seed stands for a program
+            for _, kind in sorted(
+                Kind.known.items()
+            )  # sorted, so that a seed gives the same program for any order of imports
             if not kind.traits & self.excluded and (self.exact or kind.linear) and kind.weight
         ]
         for _ in range(60):
             kind = self.rng.choices(kinds, [kind.weight for kind in kinds])[0]
             try:
-                inputs, given = kind.propose(self)
-                value = kind.simulate([self.values[i] for i in inputs], given, self.n)
+                inputs, args = kind.propose(self)
+                value = kind.simulate([self.values[i] for i in inputs], args, self.n)
                 check_size(value)
             except Unfit:
                 continue
-            self.steps.append(Step(kind.__name__, inputs, given))
+            self.steps.append(Step(kind.__name__, inputs, args))
             self.values.append(value)
             self.used.update(inputs)
             if "inplace" in kind.traits:
@@ -216,7 +218,7 @@ class Draw:
 
     def program(self, steps: int) -> Program:
         for i in range(self.rng.randint(1, 3)):
-            self.leaf(one=i > 0 and self.chance(0.4))
+            self.leaf(replicated=i > 0 and self.chance(0.4))
         for _ in range(steps):
             self.step()
         last = len(self.values)
@@ -233,7 +235,7 @@ def check_size(value: Value) -> None:
 
 
 def draw(seed: int, n: int, *, excluded: frozenset[str] = frozenset(), dtype: torch.dtype | None = None) -> Program:
-    """The program of this seed, on n ranks; without steps of the kinds with an excluded trait."""
+    """Return the program of this seed on n ranks, without kinds of steps that have an excluded trait."""
     rng = random.Random(seed * 7919 + n)
     if dtype is None:
         kinds = [torch.float64] * 12 + [torch.complex128] * 3 + [torch.float32, torch.bfloat16]
@@ -247,8 +249,8 @@ def draw(seed: int, n: int, *, excluded: frozenset[str] = frozenset(), dtype: to
 
 
 def simulate(program: Program, leaves: Sequence[Value]) -> list[Value]:
-    """All variables, of all ranks; differentiable."""
+    """Return all variables of all ranks, differentiable."""
     values = list(leaves)
     for step in program.steps:
-        values.append(Kind.known[step.kind].simulate([values[i] for i in step.inputs], step.given, program.n))
+        values.append(Kind.known[step.kind].simulate([values[i] for i in step.inputs], step.args, program.n))
     return values

@@ -1,4 +1,4 @@
-"""What a rank does with a random program: runs its source, takes its derivatives. See programs.py, fuzzing.py."""
+"""The rank side of random programs: run the source and compute the derivatives. See programs.py and fuzzing.py."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Job(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a rank found: values of the outputs, derivatives by leaf (None where there is none)."""
+    """Results of a rank: values of the outputs, derivatives by leaf (None where there is none)."""
 
     outputs: list[Tensor]
     first: list[Tensor | None]
@@ -39,15 +39,15 @@ class Found(NamedTuple):
 _modules: dict[Any, Any] = {}
 
 
-def between(name: str, comm: Communicator, *given: Any) -> Any:
-    """A module of the partitions described, made once: making one is a collective."""
-    key = (name, id(comm), given)
+def between(name: str, comm: Communicator, *args: Any) -> Any:
+    """Return the module for these partitions. It is created once, since that is a collective."""
+    key = (name, id(comm), args)
     if key not in _modules:
-        first = ad.CartesianPartition(comm, given[0], given[1])
+        first = ad.CartesianPartition(comm, args[0], args[1])
         if name == "AllSumReduce":
-            _modules[key] = ad.AllSumReduce(first, given[2])
+            _modules[key] = ad.AllSumReduce(first, args[2])
         else:
-            _modules[key] = getattr(ad.partition, name)(first, ad.CartesianPartition(comm, given[2], given[3]))
+            _modules[key] = getattr(ad.partition, name)(first, ad.CartesianPartition(comm, args[2], args[3]))
     return _modules[key]
 
 
@@ -75,7 +75,7 @@ def layer(name: str, comm: Communicator, x: Tensor, w: Tensor, b: Tensor | None 
 
 
 def warm_up(comm: Communicator) -> None:
-    """What takes seconds once: the first checkpoint, for which torch loads its compiler."""
+    """Run a checkpoint: the first one takes seconds, since torch loads its compiler."""
     checkpoint(torch.sin, torch.zeros((), requires_grad=True), use_reentrant=False)
     torch._dynamo  # noqa: B018  loaded at the first create_graph=True otherwise
 
@@ -99,7 +99,7 @@ def run_one(comm: Communicator, job: Job) -> Found:
         with torch.no_grad():
             return Found([y.clone() for y in program(comm, leaves)[0]], [], [])
     if job.mode == "vmap":
-        # Layers draw parameters, which are not used.
+        # randomness: layers initialize parameters, which are not used.
         batched = torch.vmap(lambda *xs: tuple(program(comm, xs)[0]), randomness="same")
         return Found(list(batched(*leaves)), [], [])
     for i, leaf in enumerate(leaves):
@@ -150,7 +150,9 @@ def _twice(
         if g is not None:
             part = (by_rank[comm.rank].conj() * g).sum()
             again = again + (part.real if part.is_complex() else part)
-    again = ad.anchor(again, *results)  # a rank whose derivative is constant enters what the others enter
+    again = ad.anchor(
+        again, *results
+    )  # so that a rank with a constant derivative enters the same collectives as the others
     if again.requires_grad:
         again.backward()
     return [None if g is None else g.detach() for g in grads], [leaf.grad for leaf in leaves]

@@ -1,4 +1,4 @@
-"""A random program as Python source, in one of several ways of calling the same collectives. See programs.py."""
+"""Write a random program as Python source in one of several styles of calling the collectives. See programs.py."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import random
 from .programs import Kind, Program, Step, Text
 
 STYLES = ("function", "module", "list", "start", "checkpoint", "reentrant")
-LISTED = ("all_reduce", "all_gather", "reduce_scatter")  # functions that take lists; halves of one tensor here
+LISTED = ("all_reduce", "all_gather", "reduce_scatter")  # take lists; programs pass two terms of one tensor
 
 
 def source(program: Program, style: str) -> str:
-    """def program(comm, leaves) that returns (outputs, results of all collectives)."""
+    """Return the source of program(comm, leaves), which returns (outputs, results of all collectives)."""
     names = program.names
     first = len(program.leaves)
     lines = [f"{', '.join(names[:first])}, = leaves"]
@@ -22,14 +22,14 @@ def source(program: Program, style: str) -> str:
         lines += _started(program, rng)
     else:
         lines += [_line(program, i, style) for i in range(len(program.steps))]
-    kept = [] if style in ("checkpoint", "reentrant") else _results(program)  # what is within a segment has no name
+    kept = [] if style in ("checkpoint", "reentrant") else _results(program)  # results inside a segment have no name
     outputs = ", ".join(names[i] for i in program.outputs)
     body = "\n".join("    " + line for line in [*lines, f"return [{outputs}], [{', '.join(kept)}]"])
     return f"def program(comm, leaves):\n{body}\n"
 
 
 def _results(program: Program) -> list[str]:
-    """What collectives gave, and is still there."""
+    """Return the names of the collectives' results that were not changed in place."""
     first = len(program.leaves)
     steps = enumerate(program.steps, first)
     return [program.names[i] for i, step in steps if not Kind.known[step.kind].local and not _changed(program, i)]
@@ -42,7 +42,7 @@ def _changed(program: Program, at: int) -> bool:
 def _text(program: Program, i: int) -> tuple[str, Text]:
     step: Step = program.steps[i]
     names = program.names
-    text = Kind.known[step.kind].write([names[at] for at in step.inputs], step.given)
+    text = Kind.known[step.kind].write([names[at] for at in step.inputs], step.args)
     return names[len(program.leaves) + i], text
 
 
@@ -62,7 +62,7 @@ def _line(program: Program, i: int, style: str = "function") -> str:
 
 
 def _started(program: Program, rng: random.Random) -> list[str]:
-    """Most collectives begin where they stand, and are waited for where their result is used first."""
+    """Start most collectives at their step, and wait for each before the first use of its result."""
     lines = []
     flying: set[str] = set()
     for i, step in enumerate(program.steps):
@@ -81,7 +81,7 @@ def _started(program: Program, rng: random.Random) -> list[str]:
 
 
 def _segments(program: Program, rng: random.Random, reentrant: bool) -> list[str]:
-    """Some neighbouring steps within a checkpoint."""
+    """Put some runs of steps into checkpoints."""
     lines: list[str] = []
     count = len(program.steps)
     at = 0
