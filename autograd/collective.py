@@ -26,7 +26,7 @@ from torch.autograd import Function
 
 from pynccl import Communicator, NcclInvalidUsage
 from pynccl.comm.groups import recorder
-from pynccl.watch.caller_notes import calls_noted_as
+from pynccl.watch.attribution import attribute_calls
 from pynccl.watch.frames import call_site
 
 from .arguments import check_comm, check_memory
@@ -126,7 +126,7 @@ class Collective(Function):
         if cls.communicates:
             check_not_in_group(cls.name)
         if comm._is_recorded:
-            with calls_noted_as(cls.forward_name):
+            with attribute_calls(cls.forward_name):
                 launch(None)
         else:
             launch(None)
@@ -152,7 +152,7 @@ class Collective(Function):
     def in_backward(cls, ctx: Any) -> contextlib.AbstractContextManager[None]:
         """Return a context in which the flight recorder labels calls as the backward pass of this call."""
         if ctx.site and not torch.compiler.is_compiling():
-            return calls_noted_as(cls.backward_name, ctx.site)
+            return attribute_calls(cls.backward_name, ctx.site)
         return contextlib.nullcontext()
 
     @classmethod

@@ -2,15 +2,15 @@
 
     ad.rng.seed(1234, comm)          # once; with data parallelism, 1234 + the data-parallel rank
     y = F.dropout(x, 0.1)            # x is replicated, and so is y
-    with ad.rng.cut(comm):
+    with ad.rng.sharded(comm):
         y = F.dropout(x, 0.1)        # x is this rank's shard: each rank draws different numbers
 
-torch's default generators stay equal on all ranks. A `cut` block draws one number from the CPU generator and, within
-the block, seeds the generators with this number and the rank. The default generators are therefore the only state: if
-you save and restore them, as torch.utils.checkpoint does, the cut blocks draw the same numbers again. They also stay
+torch's default generators stay equal on all ranks. A `sharded` block draws one number from the CPU generator and seeds
+the generators with this number and the rank within the block. The default generators are therefore the only state: if
+you save and restore them, as torch.utils.checkpoint does, these blocks draw the same numbers again. They also stay
 equal if ranks draw different amounts of numbers in the block.
 
-Use one process per rank, because torch has one set of default generators per process. torch does not allow a `cut`
+Use one process per rank, because torch has one set of default generators per process. torch does not allow a `sharded`
 block while a CUDA graph is captured.
 """
 
@@ -55,14 +55,14 @@ def seed(seed: int, comm: Communicator) -> None:
 
 
 @contextlib.contextmanager
-def cut(comm: Communicator) -> Iterator[None]:
+def sharded(comm: Communicator) -> Iterator[None]:
     """Within the block, each rank draws different random numbers, on the CPU and on the communicator's GPU.
 
     Every rank must enter it. Blocks of different communicators may be nested. RuntimeError before `seed(.., comm)`.
     """
-    check_comm("rng.cut", comm)
+    check_comm("rng.sharded", comm)
     if comm not in _seeded:
-        raise RuntimeError("rng.cut: the generators may differ between ranks; call ad.rng.seed(seed, comm) first")
+        raise RuntimeError("rng.sharded: the generators may differ between ranks; call ad.rng.seed(seed, comm) first")
     number = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
     block, stack = _Block(comm, _generators(comm)), _stack()
     try:
@@ -76,11 +76,11 @@ def cut(comm: Communicator) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def equal(comm: Communicator) -> Iterator[None]:
-    """Within the block, all ranks of `comm` draw equal numbers again. Use it in a `cut` block of `comm`.
+def replicated(comm: Communicator) -> Iterator[None]:
+    """Within the block, all ranks of `comm` draw equal numbers again. Use it in a `sharded` block of `comm`.
 
-    A layer whose input is replicated can use it wherever it is called. Outside of a `cut` block it has no effect."""
-    check_comm("rng.equal", comm)
+    A layer whose input is replicated can use it wherever it is called. Outside of a `sharded` block it does nothing."""
+    check_comm("rng.replicated", comm)
     blocks = [block for block in _stack() if block.comm is comm]
     if not blocks:
         yield
@@ -135,7 +135,7 @@ def get_state() -> dict[str, Tensor]:
 
     {"cpu": uint8 [..], "cuda": uint8 [..]}, tensors on the CPU; "cuda" is that of the current GPU, if there is one. The
     state is equal on all ranks of the seeded communicators, so saving it on one rank is enough, and you can restore it
-    on a different number of ranks. RuntimeError before `seed`, and within a `cut` block.
+    on a different number of ranks. RuntimeError before `seed`, and within a `sharded` block.
     """
     _check_outside("get_state")
     state = {"cpu": torch.get_rng_state()}
@@ -147,7 +147,7 @@ def get_state() -> dict[str, Tensor]:
 def set_state(state: Mapping[str, Tensor]) -> None:
     """Restore a state that `get_state` returned. Call `seed` first, to set the communicators.
 
-    RuntimeError before `seed`, and within a `cut` block. TypeError or ValueError for a wrong state."""
+    RuntimeError before `seed`, and within a `sharded` block. TypeError or ValueError for a wrong state."""
     instance(state, Mapping, "rng.set_state: state", "what ad.rng.get_state() returned")
     for device, like in get_state().items():
         found = state.get(device)
@@ -171,5 +171,5 @@ def _check_outside(name: str) -> None:
         raise RuntimeError(f"rng.{name}: no generator was seeded; call ad.rng.seed(seed, comm)")
     if _stack():
         raise RuntimeError(
-            f"rng.{name}: the state differs between ranks within `with ad.rng.cut(comm)`; call it outside"
+            f"rng.{name}: the state differs between ranks within `with ad.rng.sharded(comm)`; call it outside"
         )

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.graph import get_gradient_edge
 
-from pynccl.watch.frames import outwards
+from pynccl.watch.frames import walk_outwards
 
 NAMES: list[str] = []  # all names that are looked up below
 
@@ -203,7 +203,7 @@ def reentrant_checkpoints() -> list[bool]:
 def _reentrant() -> Iterator[tuple[Any, bool]]:
     """Yield (context, whether it is being recomputed) of each active reentrant checkpoint, innermost first."""
     first, again = _CheckpointFunction.forward.__code__, _CheckpointFunction.backward.__code__
-    for frame in outwards(sys._getframe(1)):
+    for frame in walk_outwards(sys._getframe(1)):
         if frame.f_code is first or frame.f_code is again:
             yield frame.f_locals["ctx"], frame.f_code is again
 

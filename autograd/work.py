@@ -25,7 +25,7 @@ from torch.autograd import Function
 
 from pynccl import Communicator
 from pynccl.bindings.values import attribute, shown
-from pynccl.watch.caller_notes import calls_noted_as
+from pynccl.watch.attribution import attribute_calls
 from pynccl.watch.frames import call_site
 
 from .checks import compare_backward, number_call
@@ -220,6 +220,6 @@ class Waited(Function):
             replicated = pending.function.is_replicated(pending.params)
             compare_backward(pending.comm, pending.call, g if replicated else None)
         call = pending.function.adjoint(g, pending.comm, pending.shape, *pending.params)
-        with calls_noted_as(pending.function.backward_name, pending.site):
+        with attribute_calls(pending.function.backward_name, pending.site):
             adjoint = pending.adjoint = _start(pending.comm, call)
         return g.new_zeros(()) if adjoint._pending is None else adjoint._token, None

@@ -46,14 +46,14 @@ def main(argv: list[str]) -> int:
     if name in ("-h", "--help"):
         if command.rank() == 0:
             print(usage())
-        return command.GOOD
+        return command.SUCCESS
     if name == "--version":
         if command.rank() == 0:
             print(versions())
-        return command.GOOD
+        return command.SUCCESS
     if name not in COMMANDS:
         hint = command.did_you_mean(name, COMMANDS) or f"expected one of {', '.join(COMMANDS)}"
-        command.say(f"python -m pynccl: error: unknown command {name!r}; {hint}" if name else usage())
+        command.print_error(f"python -m pynccl: error: unknown command {name!r}; {hint}" if name else usage())
         return command.USAGE
     module, purpose = COMMANDS[name]
     prog = f"python -m pynccl {name}"
@@ -61,7 +61,7 @@ def main(argv: list[str]) -> int:
     parser = command.Parser(doc, prog=prog, failed=getattr(module, "FAILED", "it failed"))
     module.configure(parser)
     arguments = parser.parse_args(options)
-    return command.ended(lambda: module.run(arguments), prog)
+    return command.exit_code_of(lambda: module.run(arguments), prog)
 
 
 if __name__ == "__main__":

@@ -239,9 +239,9 @@ def arguments() -> argparse.Namespace:
     parser = command.Parser(__doc__, failed="a rank failed")
     names = f"passes to draw: {', '.join(PASSES)} (default {' '.join(DEFAULT)})"
     parser.add_argument("--pattern", nargs="+", choices=tuple(PASSES), default=DEFAULT, metavar="NAME", help=names)
-    parser.add_argument("--rounds", type=command.whole(1), default=7, help="repetitions (%(default)s)")
+    parser.add_argument("--rounds", type=command.integer(1), default=7, help="repetitions (%(default)s)")
     tokens = "total rows of comparison ranks (default: a matmul takes 40 ms)"
-    parser.add_argument("--tokens", type=command.whole(1), help=tokens)
+    parser.add_argument("--tokens", type=command.integer(1), help=tokens)
     parser.add_argument("--out", type=command.output_file, default="out/timeline.png", help="picture (%(default)s)")
     options = parser.parse_args()
     if options.tokens and options.tokens % RANKS:

@@ -49,7 +49,7 @@ def read_options(doc: str | None = None) -> argparse.Namespace:
     """Parse the command line, check the model's sizes and read the text. Invalid options exit with code 2 and the same
     message on every rank."""
     parser = command.Parser(doc, failed="a rank failed, or --check found a difference")
-    positive, sizes = command.whole(1), ModelConfig()
+    positive, sizes = command.integer(1), ModelConfig()
     add = parser.add_argument
     add("--model", choices=("transformer", "llama"), default="transformer", help="model to train (%(default)s)")
     add("--steps", type=positive, default=100, help="optimizer steps (%(default)s)")

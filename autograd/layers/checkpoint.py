@@ -45,7 +45,7 @@ class Entry(NamedTuple):
 
     def local(self, full: Tensor) -> Tensor:
         """Return this rank's shard of the full tensor."""
-        return full if self.shard is None else self.shard.own(full)
+        return full if self.shard is None else self.shard.local(full)
 
     @torch.no_grad()
     def gather(self) -> Tensor:

@@ -150,7 +150,7 @@ def _check_same_state(operation: str, comm: Communicator | None, held: dict[str,
 def _read_local(source: Source, row: str, parameter: Tensor) -> Tensor:
     full = source.read(row)
     shard = _shard_along_dim(parameter)
-    local = (full if shard is None or tuple(full.shape) != shard.shape else shard.own(full)).clone()
+    local = (full if shard is None or tuple(full.shape) != shard.shape else shard.local(full)).clone()
     return distribute_like(local, parameter) if local.shape == parameter.shape else local
 
 

@@ -20,8 +20,8 @@ class Dropout(nn.Dropout):
 
     p        probability of an element to be zeroed in training; the others are scaled by 1 / (1 - p)
     comm     communicator over which x is sharded or replicated
-    cut      True: x is sharded, and each rank draws different numbers. False: x is equal on all ranks, which draw the
-             same numbers, also within `ad.rng.cut(comm)`
+    sharded  True: x is sharded, and each rank draws different numbers. False: x is equal on all ranks, which draw the
+             same numbers, also within `ad.rng.sharded(comm)`
     inplace  True: modify x in place. Default: False
 
     Call `ad.rng.seed(seed, comm)` before training. Otherwise the first forward pass in training compares the ranks'
@@ -31,27 +31,27 @@ class Dropout(nn.Dropout):
 
     __call__: Callable[..., Tensor]  # for type checkers: nn.Module's returns Any
 
-    def __init__(self, p: float, comm: Communicator, cut: bool = True, inplace: bool = False) -> None:
+    def __init__(self, p: float, comm: Communicator, sharded: bool = True, inplace: bool = False) -> None:
         check_comm("Dropout", comm, p=p)
         instance(p, (int, float), "Dropout: p", "a probability, from 0 to 1")
         if not 0 <= p <= 1:
             raise ValueError(f"Dropout: p is {shown(p)}, expected a probability, from 0 to 1")
         super().__init__(p, inplace)
-        self.comm, self.cut = comm, cut
+        self.comm, self.sharded = comm, sharded
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training and self.p > 0:
-            return _dropout(x, self.p, self.comm, self.cut, self.inplace)
+            return _dropout(x, self.p, self.comm, self.sharded, self.inplace)
         return F.dropout(x, self.p, False, self.inplace)
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, cut={self.cut}, rank {self.comm.rank} of {self.comm.size}"
+        return f"{super().extra_repr()}, sharded={self.sharded}, rank {self.comm.rank} of {self.comm.size}"
 
 
 @torch.compiler.disable
-def _dropout(x: Tensor, p: float, comm: Communicator, cut: bool, inplace: bool) -> Tensor:
+def _dropout(x: Tensor, p: float, comm: Communicator, sharded: bool, inplace: bool) -> Tensor:
     if not comm.alive:
         comm.check_alive()
     rng.check_equal_states("Dropout", comm)
-    with rng.cut(comm) if cut else rng.equal(comm):
+    with rng.sharded(comm) if sharded else rng.replicated(comm):
         return F.dropout(x, p, True, inplace)

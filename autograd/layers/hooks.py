@@ -261,7 +261,7 @@ class LocalRng:
     def begin(self, module: nn.Module, args: Any) -> None:
         if module.training:
             rng.check_equal_states("dropout of attention", self.comm)
-            block = rng.cut(self.comm)
+            block = rng.sharded(self.comm)
             block.__enter__()
             self.entered.append(block)
 

@@ -86,23 +86,23 @@ class Shard:
         return self.ranges()[0][0]
 
     @property
-    def own_shape(self) -> list[int]:
+    def local_shape(self) -> list[int]:
         """The shape of this rank's shard."""
         shape = list(self.shape[::-1] if self.transposed else self.shape)
         if self.dim is not None:
             shape[self.dim] = self.splits[self.comm.rank]
         return shape
 
-    def own(self, whole: Tensor) -> Tensor:
+    def local(self, full: Tensor) -> Tensor:
         """Return this rank's shard of the full parameter: a view, if there is one block."""
-        if tuple(whole.shape) != self.shape:
+        if tuple(full.shape) != self.shape:
             raise ValueError(
-                f"Shard: got a tensor of shape {list(whole.shape)}, expected the full parameter, {list(self.shape)}"
+                f"Shard: got a tensor of shape {list(full.shape)}, expected the full parameter, {list(self.shape)}"
             )
-        whole = whole.t() if self.transposed else whole
+        full = full.t() if self.transposed else full
         if self.dim is None:
-            return whole
-        parts = [whole.narrow(self.dim, start, size) for start, size in self.ranges()]
+            return full
+        parts = [full.narrow(self.dim, start, size) for start, size in self.ranges()]
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
     def gather(self, part: Tensor) -> Tensor:
@@ -190,7 +190,7 @@ class Sharded(nn.Module):
         for name, shard in self.shards().items():
             local = None
             if name != "bias" or bias:
-                local = nn.Parameter(torch.empty(shard.own_shape, device=device, dtype=dtype))
+                local = nn.Parameter(torch.empty(shard.local_shape, device=device, dtype=dtype))
             self.register_parameter(name, local)
         self._mark()
         self.reset_parameters()
@@ -209,7 +209,7 @@ class Sharded(nn.Module):
         for name, shard in self.shards().items():
             full: Tensor | None = getattr(module, name)
             if full is not None:
-                local = shard.own(full.detach()).clone(memory_format=torch.contiguous_format)
+                local = shard.local(full.detach()).clone(memory_format=torch.contiguous_format)
                 setattr(self, name, nn.Parameter(local, requires_grad=full.requires_grad))
         self._mark()
         return self.train(module.training)
@@ -222,7 +222,7 @@ class Sharded(nn.Module):
         shards = self.shards()
         for name, full in {"weight": weight, "bias": bias}.items():
             if full is not None:
-                getattr(self, name).copy_(shards[name].own(full))
+                getattr(self, name).copy_(shards[name].local(full))
 
     @torch.no_grad()
     def full_state(self) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from torch.autograd import Function
 
 import pynccl
 from pynccl import Communicator
-from pynccl.watch.caller_notes import calls_noted_as
+from pynccl.watch.attribution import attribute_calls
 
 from ..collective import (
     Collective,
@@ -112,7 +112,7 @@ class Coalesced(Function):
             )
             if wanted
         ]
-        with calls_noted_as("Coalesced.backward", ctx.site):
+        with attribute_calls("Coalesced.backward", ctx.site):
             gradients = iter(run_together(plan.comm, calls))
         return None, *(next(gradients) if wanted else None for wanted in differentiable)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from pynccl import Communicator
 from pynccl.bindings.values import attribute, shown
 from pynccl.comm.observers import observers
-from pynccl.watch.caller_notes import calls_noted_as
+from pynccl.watch.attribution import attribute_calls
 
 from ..arguments import check_reduce_dtype
 from ..collective import enter_backward, record_forward_call, require_grad
@@ -197,7 +197,7 @@ def backward_of(
     on_lanes    None: the pass never overlaps
     replicated  the cotangent that must be equal on all ranks"""
     call: MatmulCall = ctx.matmul_call
-    with calls_noted_as(f"{type(ctx).__name__.removesuffix('Backward')}.backward", ctx.site):
+    with attribute_calls(f"{type(ctx).__name__.removesuffix('Backward')}.backward", ctx.site):
         enter_backward(ctx, call.comm, [] if replicated is None else [replicated])
         if on_lanes is None or call.backward is None or torch.is_grad_enabled() or not is_plain(*tensors):
             return composed()

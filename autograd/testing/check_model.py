@@ -174,7 +174,7 @@ def _check_start(comm: Communicator, pairs: list[Pair]) -> None:
                 raise ValueError(
                     f"check_model: {pair.name} on rank {rank} differs from its shard of the reference by "
                     f"{row[2 * at + 1]:.3g}; initialize both models equally, e.g. with from_linear or "
-                    "parameter.copy_(parameter.shard.own(full))"
+                    "parameter.copy_(parameter.shard.local(full))"
                 )
 
 

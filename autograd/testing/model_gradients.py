@@ -95,7 +95,7 @@ class Pair(NamedTuple):
     def take_shard(self, full: Tensor) -> Tensor:
         """Return this rank's shard of a tensor like `full`, or the tensor itself if the parameter is not sharded."""
         shard = shard_of(self.local) if self.local is not None else None
-        return full if shard is None else shard.own(full)
+        return full if shard is None else shard.local(full)
 
     def gradients(self) -> tuple[Tensor, Tensor]:
         """Return (this rank's gradient, or zeros if it lacks the parameter; the correct gradient)."""
@@ -246,6 +246,6 @@ def _advice_on_sum(times: int) -> str:
     return (
         "missing sum: the gradients of the ranks add up to the correct one. Call ad.set_shard(parameter, "
         "ad.Shard(comm, None, parameter.shape, partial=True)) and, after backward() (here: finish=), "
-        "ad.finish_gradients(model); or apply ad.copy(x, comm) before the ranks do different computations on x, such as "
-        "multiplying it by their columns"
+        "ad.finish_gradients(model); or apply ad.copy(x, comm) before the ranks do different computations on x, e.g. "
+        "multiply it by their columns"
     )

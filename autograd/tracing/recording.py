@@ -29,7 +29,7 @@ from pynccl.bindings.abi import ITEMSIZE, DataType, RedOp
 from pynccl.bindings.library import host_module
 from pynccl.comm.observers import ControlCall, Observed, Observer, OnEnd
 from pynccl.interop.streams import Handle
-from pynccl.watch.caller_notes import notes
+from pynccl.watch.attribution import attributions
 from pynccl.watch.frames import call_site
 from pynccl.watch.layout import ARGUMENTS, UNNUMBERED
 
@@ -205,7 +205,7 @@ class Recording(Observer):
     def _call(self, calls: list[Observed], stream: int, begin: Any) -> Slice:
         comm = calls[0].comm
         keys = dict.fromkeys(key for call in calls for key in self._keys(call))
-        function, forward_site = notes.get(threading.get_ident(), ("", ""))
+        function, forward_site = attributions.get(threading.get_ident(), ("", ""))
         stack, in_backward = self._thread.modules, backward_pass() != _NO_PASS
         phase = ("recompute" if in_backward else "forward") if stack else "backward" if in_backward else ""
         args = arguments(calls, function)

@@ -73,10 +73,10 @@ def watch_at(comm: Communicator, store: Any, serves: bool = False) -> None:
     """Use this store for hang diagnosis: blocked ranks exchange their positions through it. serves: as in `init_at`."""
     if comm._track is not None and comm.size > 1:
         try:
-            from ..watch.diagnosis import meet  # a slow import
+            from ..watch.diagnosis import enable_cross_node  # a slow import
         except OSError:  # out of file descriptors: no diagnosis across nodes
             return
-        meet(comm._track, store, serves)
+        enable_cross_node(comm._track, store, serves)
 
 
 def init(

@@ -52,7 +52,7 @@ def enqueue(
     if type(recv) in tensor_types:
         TORCH.bump_versions((recv,))
     elif recv is not None:
-        adapter(recv).received(recv)
+        adapter(recv).mark_written(recv)
     if stream or type(stream) is Handle:
         hold(stream, comm.library, (send, recv, op.scalar if type(op) is PreMulSum else None))
 

@@ -96,7 +96,7 @@ class Adapter:
     def check_writable(self, x: Any) -> None:
         """Raise if `x` is read-only."""
 
-    def received(self, x: Any) -> None:
+    def mark_written(self, x: Any) -> None:
         """Record that C code writes to `x`, which its library does not notice."""
 
 
@@ -146,7 +146,7 @@ class _Torch(Adapter):
     def current_stream(self, x: Any, device: int) -> int:
         return int(self.raw_stream(device)) if device >= 0 else 0
 
-    def received(self, x: Any) -> None:
+    def mark_written(self, x: Any) -> None:
         self.bump_versions((x,))
 
 

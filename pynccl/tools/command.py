@@ -2,7 +2,7 @@
 
     def main() -> int:
         parser = command.Parser(__doc__, failed="a bound is not met")
-        parser.add_argument("--rounds", type=command.whole(1), default=9, help="repetitions (%(default)s)")
+        parser.add_argument("--rounds", type=command.integer(1), default=9, help="repetitions (%(default)s)")
         ...
 
     if __name__ == "__main__":
@@ -30,7 +30,7 @@ from ..bindings.errors import NcclError, NcclInvalidUsage, NcclVersionError
 from ..bootstrap import from_env
 from ..progress import shown
 
-GOOD, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+SUCCESS, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 _NO_MEMORY = ("can't allocate memory", "out of memory")  # torch's errors on a CPU and on a GPU
 _SILENT_SECONDS = 3.0
 
@@ -53,7 +53,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, doc: str | None = None, *, failed: str = "it failed", **options: Any) -> None:
         about, _, examples = (doc or "").partition("\nexamples:\n")
-        codes = f"{GOOD} good; {FAILED} {failed}; {USAGE} options, files or settings that cannot work"
+        codes = f"{SUCCESS} good; {FAILED} {failed}; {USAGE} options, files or settings that cannot work"
         epilog = textwrap.fill(f"exit code: {codes}; {INTERRUPTED} interrupted", 80)
         if examples:
             epilog += f"\n\nexamples:\n{textwrap.indent(textwrap.dedent(examples).strip(), '  ')}"
@@ -61,7 +61,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**{"formatter_class": kind, "epilog": epilog, "description": about.strip(), **options})
 
     def error(self, message: str) -> NoReturn:
-        say(f"{self.prog}: error: {message}" + ("" if message.endswith("?") else "; --help shows the options"))
+        print_error(f"{self.prog}: error: {message}" + ("" if message.endswith("?") else "; --help shows the options"))
         raise SystemExit(USAGE)
 
     def print_help(self, file: IO[str] | None = None) -> None:  # type: ignore[override]
@@ -69,7 +69,7 @@ class Parser(argparse.ArgumentParser):
             super().print_help(file)
 
 
-def whole(min_: int, max_: int = (1 << 31) - 1) -> Callable[[str], int]:
+def integer(min_: int, max_: int = (1 << 31) - 1) -> Callable[[str], int]:
     """Return an option type: an integer from `min_` to `max_`."""
     bounds = f", {min_} or more" if max_ == (1 << 31) - 1 else f" from {min_} to {max_}"
 
@@ -161,14 +161,14 @@ def run(main: Callable[[], int | None], prog: str | None = None) -> NoReturn:
     A user error prints one line, starting with `prog` (default: the file name); `code_of` gives the exit code.
     A closed stdout, as with `.. | head`, exits with 1 silently. Any other exception keeps its traceback.
     """
-    raise SystemExit(ended(main, prog or Path(sys.argv[0]).name))
+    raise SystemExit(exit_code_of(main, prog or Path(sys.argv[0]).name))
 
 
-def ended(main: Callable[[], int | None], prog: str) -> int:
+def exit_code_of(main: Callable[[], int | None], prog: str) -> int:
     """Call `main`, report its error as `run` describes, and return the exit code."""
     try:
         with shown():
-            code = main() or GOOD
+            code = main() or SUCCESS
         if sys.stdout is not None:
             sys.stdout.flush()
         return code
@@ -182,7 +182,7 @@ def ended(main: Callable[[], int | None], prog: str) -> int:
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
     if text:
         place = f"rank {rank()}: " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
-        say(f"{prog}: {place}" + "\n  ".join(line.strip() for line in text.splitlines()))
+        print_error(f"{prog}: {place}" + "\n  ".join(line.strip() for line in text.splitlines()))
     try:
         sys.stdout.flush()
     except (OSError, ValueError, AttributeError):  # stdout is closed or the disk is full: do not flush again at exit
@@ -219,7 +219,7 @@ def code_of(error: BaseException) -> int:
     return USAGE if isinstance(error, (ValueError, OSError, ImportError)) else 0
 
 
-def say(text: str) -> None:
+def print_error(text: str) -> None:
     """Print to standard error. For wrong options, which all ranks share, only local rank 0 of each node prints.
 
     The other ranks sleep first: torchrun ends all ranks when one exits, and rank 0 must have printed by then.

@@ -23,7 +23,7 @@ _MAX_RANKS_ASKED = 256  # larger jobs do not query on failure: all failing ranks
 _POLL_SECONDS = 0.02
 
 
-def meet(track: Track, store: Any, serves: bool) -> None:
+def enable_cross_node(track: Track, store: Any, serves: bool) -> None:
     """Give the communicator an exchange through the store that it was created with. A process has one exchange per
     store, even if several of its threads are ranks.
 

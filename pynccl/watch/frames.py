@@ -43,8 +43,8 @@ class _InternalFiles(dict[str, bool]):
 internal_files = _InternalFiles()
 
 
-def outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yield this frame, its caller, and so on outwards: `outwards(sys._getframe(1))` starts at the caller."""
+def walk_outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield this frame, its caller, and so on outwards: `walk_outwards(sys._getframe(1))` starts at the caller."""
     while frame is not None:
         yield frame
         frame = frame.f_back
@@ -57,7 +57,7 @@ def call_site() -> str:
     site = user_site()
     if site:
         return site
-    *_, outermost = outwards(sys._getframe(1))
+    *_, outermost = walk_outwards(sys._getframe(1))
     return f"{outermost.f_code.co_filename}:{outermost.f_lineno}"
 
 

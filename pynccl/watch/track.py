@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from ..interop import streams
 from . import layout
-from .caller_notes import notes
+from .attribution import attributions
 from .frames import user_site
 from .recorder import Recorder, now, recorder, started
 
@@ -122,7 +122,7 @@ class Track:
             self._collective = collective = self._collective + counts
         self.thread = get_ident()
         strings, function, forward = self._strings, 0, 0
-        if notes and (note := notes.get(self.thread)) is not None:
+        if attributions and (note := attributions.get(self.thread)) is not None:
             function, forward = strings[note[0]], strings[note[1]]
         _pack(
             self._slots,

@@ -240,8 +240,8 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = command.Parser(__doc__, failed="a rank failed, or the gradients differ")
-    positive, milliseconds = command.whole(1), command.number(0, "milliseconds")
-    parser.add_argument("--ranks", type=command.whole(2, 64), default=2, help="number of processes (%(default)s)")
+    positive, milliseconds = command.integer(1), command.number(0, "milliseconds")
+    parser.add_argument("--ranks", type=command.integer(2, 64), default=2, help="number of processes (%(default)s)")
     parser.add_argument("--width", type=positive, default=512, help="width of the residual stream (%(default)s)")
     parser.add_argument("--layers", type=positive, default=6, help="residual MLPs (%(default)s)")
     parser.add_argument("--rows", type=positive, default=64, help="batch size per rank (%(default)s)")

@@ -143,8 +143,8 @@ def table_lines(times: dict[str, list[float]]) -> list[list[str]]:
 
 def main() -> None:
     parser = command.Parser(__doc__)
-    parser.add_argument("--rounds", type=command.whole(1), default=101, help="rounds over all variants (%(default)s)")
-    parser.add_argument("--calls", type=command.whole(1), default=1000, help="calls per round (%(default)s)")
+    parser.add_argument("--rounds", type=command.integer(1), default=101, help="rounds over all variants (%(default)s)")
+    parser.add_argument("--calls", type=command.integer(1), default=1000, help="calls per round (%(default)s)")
     parser.add_argument("--markdown", action="store_true", help="print a Markdown table for docs/overhead.md")
     parser.add_argument("--wrappers", action="store_true", help="compare Python wrappers of NCCL instead")
     parser.add_argument("--vllm", type=Path, metavar="FOLDER", help="with --wrappers: an unpacked vLLM wheel")

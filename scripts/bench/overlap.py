@@ -272,8 +272,8 @@ def _balance(text: str) -> float | None:
 
 def _arguments() -> argparse.Namespace:
     parser = command.Parser(__doc__, failed="a rank failed")
-    positive = command.whole(1)
-    parser.add_argument("--ranks", type=command.whole(2, 64), default=2, help="number of processes (%(default)s)")
+    positive = command.integer(1)
+    parser.add_argument("--ranks", type=command.integer(2, 64), default=2, help="number of processes (%(default)s)")
     rows = "total rows of all ranks (64 256 1024 4096)"
     parser.add_argument("--rows", type=positive, nargs="+", default=[64, 256, 1024, 4096], help=rows)
     layers = "layers to measure (both)"

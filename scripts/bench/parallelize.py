@@ -46,7 +46,7 @@ HEADS, KV_HEADS, WORDS, BATCH, WARM = 8, 4, 1024, 2, 2
 
 def main() -> None:
     parser = command.Parser(__doc__, failed="a rank failed, or the losses differ")
-    positive = command.whole(1)
+    positive = command.integer(1)
     parser.add_argument("--width", type=positive, nargs="+", default=[256], help="width of the residual stream (256)")
     parser.add_argument("--layers", type=positive, default=2, help="transformer blocks (%(default)s)")
     parser.add_argument("--seq", type=positive, default=128, help="tokens per sequence (%(default)s)")

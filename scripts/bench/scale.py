@@ -201,7 +201,7 @@ def main() -> None:
     parser = command.Parser(__doc__, failed="a process failed")
     parser.add_argument(
         "--ranks",
-        type=command.whole(2, 4096),
+        type=command.integer(2, 4096),
         nargs="+",
         default=[16, 128, 1024],
         help="sizes (default 16 128 1024)",
@@ -210,7 +210,7 @@ def main() -> None:
         "--timeout", type=command.number(0.1, "seconds"), default=3.0, help="PYNCCL_WATCH_TIMEOUT (default 3)"
     )
     parser.add_argument(
-        "--processes", type=command.whole(1, 256), default=8, help="processes to divide the ranks among (default 8)"
+        "--processes", type=command.integer(1, 256), default=8, help="processes to divide the ranks among (default 8)"
     )
     parser.add_argument("--child", type=int, nargs=4, help=argparse.SUPPRESS)
     parser.add_argument("--library", help=argparse.SUPPRESS)

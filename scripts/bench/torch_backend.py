@@ -146,9 +146,9 @@ def memory(rank: int, options: argparse.Namespace, backend: str) -> int:
 
 def main() -> None:
     parser = command.Parser(__doc__, failed="a rank failed")
-    parser.add_argument("--ranks", type=command.whole(2, 64), default=2, help="number of processes (%(default)s)")
-    parser.add_argument("--sizes", type=command.whole(1), nargs="+", default=[16, 1 << 20, 1 << 24], help="bytes")
-    parser.add_argument("--rounds", type=command.whole(1), default=15, help="repetitions (%(default)s)")
+    parser.add_argument("--ranks", type=command.integer(2, 64), default=2, help="number of processes (%(default)s)")
+    parser.add_argument("--sizes", type=command.integer(1), nargs="+", default=[16, 1 << 20, 1 << 24], help="bytes")
+    parser.add_argument("--rounds", type=command.integer(1), default=15, help="repetitions (%(default)s)")
     parser.add_argument("--markdown", action="store_true", help="print a Markdown table for docs/")
     options = parser.parse_args()
     rows = run_ranks(options.ranks, run, copy.copy(options))

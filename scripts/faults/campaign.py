@@ -146,16 +146,16 @@ def run_all(first: int, runs: int, jobs: int, only: str, folder: Path) -> list[V
 def main() -> int:
     parser = command.Parser(__doc__, failed="an outcome was neither a right result nor a right error")
     add = parser.add_argument
-    add("--runs", type=command.whole(1), default=100, metavar="N", help="number of runs (default: 100)")
+    add("--runs", type=command.integer(1), default=100, metavar="N", help="number of runs (default: 100)")
     add(
         "--seed",
-        type=command.whole(0),
+        type=command.integer(0),
         metavar="S",
         help="seed of the first run, then S + 1, ... (default: random)",
     )
-    add("--jobs", type=command.whole(1, 64), default=2, metavar="J", help="runs in parallel (default: 2)")
+    add("--jobs", type=command.integer(1, 64), default=2, metavar="J", help="runs in parallel (default: 2)")
     add("--only", default="", metavar="FAULT", choices=FAULTS, help="inject only this fault: " + ", ".join(FAULTS))
-    add("--replay", type=command.whole(0), metavar="SEED", help="repeat one run and print the output of its ranks")
+    add("--replay", type=command.integer(0), metavar="SEED", help="repeat one run and print the output of its ranks")
     add("--markdown", action="store_true", help="no effect: the table is always Markdown, as in docs/reliability.md")
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="pynccl-campaign-")).resolve()

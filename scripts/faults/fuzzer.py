@@ -118,7 +118,7 @@ def seeds(options: argparse.Namespace) -> range:
 
 def world_sizes(text: str) -> list[int]:
     """Parse world sizes separated by commas."""
-    return [command.whole(1, 16)(size.strip()) for size in text.split(",")]
+    return [command.integer(1, 16)(size.strip()) for size in text.split(",")]
 
 
 def main() -> int:
@@ -126,8 +126,8 @@ def main() -> int:
 
     parser = command.Parser(__doc__, failed="there was a failure")
     parser.add_argument("kind", choices=KINDS, help="what to generate")
-    parser.add_argument("--runs", type=command.whole(1), default=100, help="programs, calls or models (%(default)s)")
-    parser.add_argument("--seed", type=command.whole(0), help="of the first run; the next adds 1 (random)")
+    parser.add_argument("--runs", type=command.integer(1), default=100, help="programs, calls or models (%(default)s)")
+    parser.add_argument("--seed", type=command.integer(0), help="of the first run; the next adds 1 (random)")
     parser.add_argument("--ranks", type=world_sizes, default=[2, 3, 4], help="world sizes, used alternately (2,3,4)")
     parser.add_argument("--modes", help="modes of autograd: plain,vmap,... (all)")
     parser.add_argument(

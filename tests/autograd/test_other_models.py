@@ -65,7 +65,7 @@ class PositionBias(Sharded):
     def __init__(self, embedding: nn.Embedding, comm: Communicator) -> None:
         super().__init__()
         self.comm, self.shape = comm, tuple(embedding.weight.shape)
-        shard = self.shards()["weight"].own(embedding.weight.detach()).clone()
+        shard = self.shards()["weight"].local(embedding.weight.detach()).clone()
         self.weight = nn.Parameter(shard, requires_grad=embedding.weight.requires_grad)
         self._mark()
 

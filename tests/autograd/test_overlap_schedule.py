@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from deferred import deferred_lanes, poisoned_workspaces
+from async_lanes import deferred_lanes, poisoned_workspaces
 from ranks import RankPool
 from test_overlap import CASES, shard
 from torch import Tensor

@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import RankPool
-from torch import nn
-from tried import (
+from overlap_trials import (
     BACKWARD,
     FUNCTIONS,
     IN,
@@ -23,6 +21,8 @@ from tried import (
     tune_small_layers,
     tune_with_times,
 )
+from ranks import RankPool
+from torch import nn
 
 import pynccl_autograd as ad
 from pynccl import Communicator

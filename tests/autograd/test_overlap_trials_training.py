@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from overlap_trials import IN, OUT, ROWS, Schedules, chosen_by_trials, tune_small_layers
 from ranks import RankPool
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from tried import IN, OUT, ROWS, Schedules, chosen_by_trials, tune_small_layers
 
 import pynccl_autograd as ad
 from pynccl import Communicator

@@ -17,11 +17,11 @@ from pynccl import Communicator
 
 
 def draws(comm: Communicator) -> list[list[float]]:
-    """Draw numbers outside and inside of ad.rng.cut, twice."""
+    """Draw numbers outside and inside of ad.rng.sharded, twice."""
     found = []
     for _ in range(2):
         found.append(torch.rand(4).tolist())
-        with ad.rng.cut(comm):
+        with ad.rng.sharded(comm):
             found.append(torch.rand(4).tolist())
     return found
 
@@ -32,9 +32,9 @@ def draw_after_seeds(comm: Communicator) -> list[list[list[float]]]:
     for seed in (7, 7, 8):
         ad.rng.seed(seed, comm)
         found.append(draws(comm))
-    with pytest.raises(KeyError), ad.rng.cut(comm):
+    with pytest.raises(KeyError), ad.rng.sharded(comm):
         torch.rand(10 + 700 * comm.rank)
-        with ad.rng.cut(comm):
+        with ad.rng.sharded(comm):
             torch.rand(comm.rank + 1)
         raise KeyError
     state = copy.deepcopy(ad.rng.get_state())
@@ -57,7 +57,7 @@ def test_numbers_are_equal_outside_a_block_and_differ_between_ranks_within(ranks
 def dropout(comm: Communicator) -> tuple[list[bool], list[bool]]:
     x = torch.ones(400)
     ad.rng.seed(5, comm)
-    per_rank, same = ad.Dropout(0.25, comm), ad.Dropout(0.25, comm, cut=False)
+    per_rank, same = ad.Dropout(0.25, comm), ad.Dropout(0.25, comm, sharded=False)
     y, z = per_rank(x), same(x)
     kept = y != 0
     torch.testing.assert_close(y[kept], torch.full_like(y[kept], 1 / 0.75))
@@ -69,7 +69,7 @@ def dropout(comm: Communicator) -> tuple[list[bool], list[bool]]:
     assert per_rank.eval()(x) is x and torch.equal(state, torch.get_rng_state())
 
     def block(x: Tensor) -> Tensor:
-        with ad.rng.cut(comm):
+        with ad.rng.sharded(comm):
             return F.dropout(x * 2, 0.5) + 1
 
     found = []
@@ -114,14 +114,14 @@ def check_errors(comm: Communicator) -> None:
     assert other is not None
 
     def within(call: Any) -> None:
-        with ad.rng.cut(other):
+        with ad.rng.sharded(other):
             call()
 
     torch.manual_seed(comm.rank)
     different = r"states of torch.s generators differ between ranks.*call ad\.rng\.seed\(seed, comm\)"
     cases: list[tuple[Any, type[Exception], str]] = [
         (lambda: within(int), RuntimeError, r"call ad\.rng\.seed\(seed, comm\)"),
-        (lambda: ad.Dropout(0.5, other, cut=False)(torch.ones(3)), RuntimeError, different),
+        (lambda: ad.Dropout(0.5, other, sharded=False)(torch.ones(3)), RuntimeError, different),
         (lambda: ad.rng.seed(comm.rank, other), ValueError, r"the ranks passed the seeds \[0, 1\]"),
         (lambda: ad.rng.seed(2**63 - 1, other) or within(ad.rng.get_state), RuntimeError, "call it outside"),
         (lambda: ad.rng.set_state({"cpu": torch.zeros(3)}), ValueError, r"rng\.set_state: state"),

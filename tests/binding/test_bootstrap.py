@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from meetings import AT_ONCE, End, end_of, free_port, set_environment, total
 from ranks import TORCHRUN, Place, RankPool
+from rendezvous_servers import AT_ONCE, End, end_of, free_port, set_environment, total
 
 import pynccl
 from pynccl import Communicator

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from gate import Gate
-from meetings import AT_ONCE, End, end_of, free_port, interrupted, set_environment
 from ranks import Place, RankPool
+from rendezvous_servers import AT_ONCE, End, end_of, free_port, interrupted, set_environment
 
 import pynccl
 from pynccl import Communicator

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from meetings import free_port
 from ranks import RankPool
+from rendezvous_servers import free_port
 from torch.distributed import ReduceOp
 
 import pynccl

@@ -10,8 +10,8 @@ import time
 import pytest
 import ranks
 import torch
-from meetings import AT_ONCE, free_port, set_environment
 from ranks import Place, RankPool
+from rendezvous_servers import AT_ONCE, free_port, set_environment
 
 import pynccl
 

@@ -57,7 +57,7 @@ def compare(model: nn.Module, unsharded: nn.Module, tolerance: dict[str, float])
         assert (parameter.grad is None) == (reference.grad is None), path
         for part, right in ((parameter.detach(), reference.detach()), (parameter.grad, reference.grad)):
             if right is not None:
-                expected_shard = right if shard is None else shard.own(right)
+                expected_shard = right if shard is None else shard.local(right)
                 torch.testing.assert_close(part, expected_shard, **tolerance, msg=partial("{}: {}".format, path))
 
 

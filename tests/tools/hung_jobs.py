@@ -58,7 +58,7 @@ def run(*options: str) -> int:
     parser = argparse.ArgumentParser()
     hang.configure(parser)
     arguments = parser.parse_args(options)
-    return command.ended(lambda: hang.run(arguments), "hang")
+    return command.exit_code_of(lambda: hang.run(arguments), "hang")
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import explained
+import explain_reference
 import numpy as np
 import pytest
 import torch
@@ -33,8 +33,8 @@ def test_forward_adjoint_and_drawn_moves_equal_the_definition(n: int) -> None:
         runs = [run(comms, name, grad) for name, grad in variants()]
     for found in runs:
         name, grad, x, g = found.name, found.grad, found.forward.before, found.adjoint.before
-        assert_values(found.forward.after, explained.outputs(name, x), (name, grad))
-        assert_values(found.adjoint.after, explained.gradients(name, grad, x, g), (name, grad, "adjoint"))
+        assert_values(found.forward.after, explain_reference.outputs(name, x), (name, grad))
+        assert_values(found.adjoint.after, explain_reference.gradients(name, grad, x, g), (name, grad, "adjoint"))
         for drawn in (found.forward, found.adjoint):
             arrived = [[0] * len(values) for values in drawn.after]
             for source, at, target, to in drawn.moves:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import explained
+import explain_reference
 import pytest
 from browser import Browser, Page, find_browser
 
@@ -106,7 +106,11 @@ def test_elements_move_from_source_to_target_as_in_numpy(opened: Page, ranks: in
         name, grad, x, g = found.name, found.grad, found.forward.before, found.adjoint.before
         start = show(opened, name, grad, ranks, direction)
         before = x if direction == "forward" else g
-        expected = explained.outputs(name, x) if direction == "forward" else explained.gradients(name, grad, x, g)
+        expected = (
+            explain_reference.outputs(name, x)
+            if direction == "forward"
+            else explain_reference.gradients(name, grad, x, g)
+        )
         assert not start["flyers"]
         assert values_of(start, 0, ranks) == before
         assert not any(cell["value"] for cell in start["cells"] if cell["area"])

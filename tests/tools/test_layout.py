@@ -21,7 +21,7 @@ ORDER: dict[str, str] = {
         bindings.resource bindings.values bindings.workers bindings.abi bindings.errors bindings.library
         bindings.structs bindings.listing
         interop.dlpack interop.tensors interop.buffers interop.devices interop.keepalive interop.streams
-        watch.layout watch.records watch.settings watch.folder watch.frames watch.caller_notes watch.recorder
+        watch.layout watch.records watch.settings watch.folder watch.frames watch.attribution watch.recorder
         watch.track watch.reader watch.formatting watch.job watch.wait_graph watch.mismatches
         watch.dead_ranks watch.verdict watch.store watch.cross_node watch.diagnosis watch.exit_hooks
         watch.progress watch.watchdog

@@ -15,9 +15,9 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from meetings import AT_ONCE
 from process_groups import process_group
 from ranks import HOST, Place, RankPool
+from rendezvous_servers import AT_ONCE
 
 from pynccl import NcclError, NcclRemoteError, NcclTimeout
 

@@ -1,4 +1,4 @@
-"""A selection of PyTorch's tests of torch.distributed with "pynccl"; pytorchs_own.py runs all."""
+"""A selection of PyTorch's tests of torch.distributed with "pynccl"; pytorch_suite.py runs all."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CHOSEN = """
 @pytest.mark.timeout(400)
 def test_pytorch_distributed_tests_pass() -> None:
     pytest.importorskip("expecttest")  # torch's tests need it
-    command = [sys.executable, str(Path(__file__).with_name("pytorchs_own.py")), *CHOSEN.split()]
+    command = [sys.executable, str(Path(__file__).with_name("pytorch_suite.py")), *CHOSEN.split()]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=360)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert f"over pynccl: {len(CHOSEN.split())} passed, 0 failed, 0 skipped" in done.stdout, done.stdout

@@ -30,7 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     kind = command.name_in(OPERATIONS)
     listing = "such as reduce_scatter; omit it to list all"
     add("name", nargs="?", type=kind, metavar="OPERATION", choices=OPERATIONS, help=listing)
-    add("--ranks", type=command.whole(2, 8), default=4, metavar="N", help="number of ranks, 2 to 8 (%(default)s)")
+    add("--ranks", type=command.integer(2, 8), default=4, metavar="N", help="number of ranks, 2 to 8 (%(default)s)")
     add(
         "--grad",
         choices=(SUM, REPLICATED),
@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
         print("python -m pynccl explain OPERATION runs one of these on four ranks and draws it:\n")
         for operation, row in OPERATIONS.items():
             print(f"  {operation:<17}{row.shapes}")
-        return command.GOOD
+        return command.SUCCESS
     grads = OPERATIONS[name].grads
     if options.grad not in (None, *grads):
         raise ValueError(f"--grad {options.grad!r}: {name} has only one gradient; omit --grad")
@@ -57,4 +57,4 @@ def run(options: argparse.Namespace) -> int:
 
         options.html.write_text(page(), encoding="utf-8")
         print(f"\nwrote {options.html}")
-    return command.GOOD
+    return command.SUCCESS

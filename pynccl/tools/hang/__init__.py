@@ -35,7 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--job", metavar="ID", help="show this job instead of the newest one")
     parser.add_argument("--json", action="store_true", help="print one JSON object with the verdict and all records")
     parser.add_argument(
-        "--calls", type=command.whole(1), default=0, metavar="N", help="also print the last N calls of each rank"
+        "--calls", type=command.integer(1), default=0, metavar="N", help="also print the last N calls of each rank"
     )
     parser.add_argument("--stacks", action="store_true", help="print the Python stacks of all ranks")
     parser.add_argument("--all", action="store_true", help="print one row per rank, even with many ranks")
@@ -78,7 +78,7 @@ def _list(arguments: argparse.Namespace) -> int:
         print(json.dumps({"jobs": [jobs.to_json(job) for job in found], "problems": problems}, indent=1))
     else:
         _print("\n".join([*report.listed(found), *report.unread(problems)]))
-    return command.GOOD
+    return command.SUCCESS
 
 
 def _print(text: str) -> None:

@@ -23,7 +23,7 @@ def run(options: argparse.Namespace) -> int:
     ranks = os.environ.get("WORLD_SIZE", "1")
     error = problem(options, int(ranks) if ranks.isdecimal() and launched else 1)
     if error:
-        command.say(f"python -m pynccl perf: error: {error}")
+        command.print_error(f"python -m pynccl perf: error: {error}")
         return command.USAGE
     with from_env() if launched else Communicator.init_all(1)[0] as comm:
         return run_on(comm, options)
@@ -49,7 +49,7 @@ def run_on(comm: Communicator, options: argparse.Namespace) -> int:
     if backend:
         disconnect_torch()
     slow = options.min_busbw is not None and results.average < options.min_busbw
-    code = command.FAILED if results.wrong or slow else command.GOOD
+    code = command.FAILED if results.wrong or slow else command.SUCCESS
     _print(comm, report.foot_lines(results, options))
     if comm.rank == 0 and options.json:
         options.json.write_text(report.as_json(results, code))

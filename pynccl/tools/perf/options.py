@@ -6,7 +6,7 @@ import argparse
 import re
 
 from ...bindings.abi import DataType, RedOp
-from ..command import name_in, number, output_file, whole
+from ..command import integer, name_in, number, output_file
 
 COLLECTIVES = (
     "all_reduce",
@@ -57,15 +57,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("collective", type=name_in(COLLECTIVES), choices=COLLECTIVES, help="to measure; send_recv runs around a ring")
     add("-b", "--minbytes", type=size, metavar="SIZE", help="first size (32M)")
     add("-e", "--maxbytes", type=size, metavar="SIZE", help="last size (32M, or -b if that is more)")
-    add("-f", "--stepfactor", type=whole(2), default=2, metavar="N", help="factor from one size to the next (2)")
-    add("-n", "--iters", type=whole(1), default=20, metavar="N", help="timed iterations (20)")
-    add("-w", "--warmup_iters", type=whole(0), default=5, metavar="N", help="warm-up iterations (5)")
-    add("-c", "--check", type=whole(0), default=1, metavar="N", help="calls to check per size; 0: none (1)")
+    add("-f", "--stepfactor", type=integer(2), default=2, metavar="N", help="factor from one size to the next (2)")
+    add("-n", "--iters", type=integer(1), default=20, metavar="N", help="timed iterations (20)")
+    add("-w", "--warmup_iters", type=integer(0), default=5, metavar="N", help="warm-up iterations (5)")
+    add("-c", "--check", type=integer(0), default=1, metavar="N", help="calls to check per size; 0: none (1)")
     types, op = name_in(TYPES), name_in(OPERATORS)
     names = f"{', '.join(TYPES)} (float)"
     add("-d", "--datatype", type=types, choices=TYPES, default="float", metavar="TYPE", help=names)
     add("-o", "--op", type=op, choices=OPERATORS, default="sum", metavar="OP", help=f"{', '.join(OPERATORS)} (sum)")
-    add("-r", "--root", type=whole(0), default=0, metavar="RANK", help="root of broadcast, reduce, gather, scatter (0)")
+    add(
+        "-r",
+        "--root",
+        type=integer(0),
+        default=0,
+        metavar="RANK",
+        help="root of broadcast, reduce, gather, scatter (0)",
+    )
     add(
         "-J",
         "--json",

@@ -17,10 +17,10 @@ import pynccl
 import pynccl_autograd as ad
 from pynccl import Communicator
 
+from .call_kinds import BUFFER_KINDS, VALID, Arguments, Target, values_of_kind
 from .call_targets import BINDING
 from .call_targets_autograd import AUTOGRAD
 from .call_values import BUFFERS, SCALARS, Hostile, logical, numbers
-from .calling import BUFFER_KINDS, VALID, Arguments, Target, values_of_kind
 
 TARGETS = [*BINDING, *AUTOGRAD]
 PACKAGES = tuple(f"{os.path.dirname(str(package.__file__))}{os.sep}" for package in (pynccl, ad))

@@ -10,8 +10,8 @@ from torch import Tensor
 
 import pynccl
 
+from .call_kinds import Arguments, Target
 from .call_values import logical
-from .calling import Arguments, Target
 
 
 def sums(rows: Sequence[Tensor]) -> Tensor:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 import pynccl_autograd as ad
 
+from .call_kinds import Arguments, Right, Target
 from .call_targets import right_all_gather, right_all_reduce, right_broadcast, right_reduce_scatter
 from .call_values import numbers
-from .calling import Arguments, Right, Target
 
 X = ("tensor", "tensor")
 GRAD, DIM, SPLITS, WIDE = ("grad", "sum"), ("dim", 0), ("splits", None), ("dtype", None)

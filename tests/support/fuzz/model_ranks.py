@@ -228,7 +228,7 @@ def _compare(comm: Communicator, trial: Trial, models: Any, outputs: Any, inputs
         if (grad is None) != (parameter.grad is None):
             problems.append(f"gradient of {path}: {parameter.grad is not None}, expected {grad is not None}")
         elif grad is not None:
-            expected_shard = grad if shard is None else shard.own(grad)
+            expected_shard = grad if shard is None else shard.local(grad)
             scale = max(float(grad.abs().max()), 1e-6)
             off = float((parameter.grad - expected_shard).abs().max()) / scale if expected_shard.numel() else 0.0
             if parameter.grad.shape != expected_shard.shape or off > RTOL:

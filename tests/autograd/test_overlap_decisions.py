@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import RankPool
-from torch import nn
-from tried import (
+from overlap_trials import (
     FUNCTIONS,
     MAX_CALLS,
     PATTERNS,
@@ -22,6 +20,8 @@ from tried import (
     tune_small_layers,
     tune_with_times,
 )
+from ranks import RankPool
+from torch import nn
 
 import pynccl_autograd as ad
 from pynccl import Communicator

@@ -27,7 +27,7 @@ def test_each_error_has_its_exit_code(capsys: pytest.CaptureFixture[str], monkey
         def raise_error() -> None:
             raise error
 
-        return command.ended(raise_error, "it.py")
+        return command.exit_code_of(raise_error, "it.py")
 
     for error, code in (
         (ValueError("--x is 0"), 2),
@@ -56,12 +56,12 @@ def test_each_error_has_its_exit_code(capsys: pytest.CaptureFixture[str], monkey
 
 
 def test_option_types(tmp_path: Path) -> None:
-    assert [command.whole(1)("1"), command.whole(2, 64)("64"), command.number(0.5)("0.5")] == [1, 64, 0.5]
+    assert [command.integer(1)("1"), command.integer(2, 64)("64"), command.number(0.5)("0.5")] == [1, 64, 0.5]
     assert command.output_file(str(tmp_path / "a" / "b.txt")).parent.is_dir()
     rows: list[tuple[Any, str, str]] = [
-        (command.whole(1), "0", "'0': expected an integer, 1 or more"),
-        (command.whole(2, 64), "65", "'65': expected an integer from 2 to 64"),
-        (command.whole(2, 64), "two", "'two': expected an integer from 2 to 64"),
+        (command.integer(1), "0", "'0': expected an integer, 1 or more"),
+        (command.integer(2, 64), "65", "'65': expected an integer from 2 to 64"),
+        (command.integer(2, 64), "two", "'two': expected an integer from 2 to 64"),
         (command.number(0.5), "0.4", "'0.4': expected a number, 0.5 or more"),
         (command.number(0, "GB/s"), "nan", "'nan': expected GB/s, 0 or more"),
         (command.output_file, str(tmp_path), f"{tmp_path}: Is a directory; pass a writable file"),

@@ -6,10 +6,10 @@ import os
 import threading
 
 # Thread -> (function, line of its forward call). It is almost always empty, and then costs a call nothing.
-notes: dict[int, tuple[str, str]] = {}
+attributions: dict[int, tuple[str, str]] = {}
 
 
-class calls_noted_as:
+class attribute_calls:
     """Context manager that attributes this thread's calls to `function` ("AllReduce.backward") and its forward `site`.
 
     When nested, an outer attribution that has a site wins, because the adjoint of a collective is a collective too."""
@@ -21,15 +21,15 @@ class calls_noted_as:
 
     def __enter__(self) -> None:
         thread = threading.get_ident()
-        self._before = before = notes.get(thread)
+        self._before = before = attributions.get(thread)
         if before is None or not before[1]:
-            notes[thread] = self._note
+            attributions[thread] = self._note
 
     def __exit__(self, *_: object) -> None:
         if self._before is None:
-            notes.pop(threading.get_ident(), None)
+            attributions.pop(threading.get_ident(), None)
         else:
-            notes[threading.get_ident()] = self._before
+            attributions[threading.get_ident()] = self._before
 
 
-os.register_at_fork(after_in_child=notes.clear)
+os.register_at_fork(after_in_child=attributions.clear)

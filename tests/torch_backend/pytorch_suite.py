@@ -1,6 +1,6 @@
 """Run PyTorch's tests of torch.distributed, which are part of the torch package, with the "pynccl" backend.
 
-    [OVER=gloo] [WORLD_SIZE=4] python tests/torch_backend/pytorchs_own.py [test ...]
+    [OVER=gloo] [WORLD_SIZE=4] python tests/torch_backend/pytorch_suite.py [test ...]
 
 Without names, all tests run; OVER=gloo runs them with gloo, for comparison. Each runs in three processes, on the CPU,
 and on GPUs if there is one per process. Many tests are for GPUs or NCCL only and are skipped. The script prints a line
