@@ -1,4 +1,4 @@
-"""The rank side of fuzzed calls: make the calls of the seeds and record their outcomes. See calling.py."""
+"""The rank side of fuzzed calls: make the calls of the seeds and record their outcomes. See call_kinds.py."""
 
 from __future__ import annotations
 

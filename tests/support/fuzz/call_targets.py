@@ -1,4 +1,4 @@
-"""The fuzzed calls of pynccl with valid arguments, some of which are replaced. See calling.py."""
+"""The fuzzed calls of pynccl with valid arguments, some of which are replaced. See call_kinds.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fuzzed calls of pynccl_autograd with their backward passes. See calling.py."""
+"""The fuzzed calls of pynccl_autograd with their backward passes. See call_kinds.py."""
 
 from __future__ import annotations
 

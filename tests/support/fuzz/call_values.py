@@ -1,4 +1,4 @@
-"""Invalid and unusual values for every kind of argument; some of the unusual ones are valid. See calling.py.
+"""Invalid and unusual values for every kind of argument; some of the unusual ones are valid. See call_kinds.py.
 
 Each rank makes a value from its name here, so that all ranks pass the same and a failure can be replayed. Buffers hold
 numbers that differ by rank.
