@@ -1,10 +1,10 @@
 """Draw when a layer's pass computes and when it communicates: on one stream, and overlapped.
 
-Two ranks communicate over a modelled link, on which communication takes as long as the matmuls; the overlapped pass
+Two ranks communicate over a simulated link, on which communication takes as long as the matmuls; the overlapped pass
 uses four slices. Each pass runs --rounds times, alternating between the two schedules. The picture shows rank 0 in the
-round of median length. T_seq and T_ov are the median times of the caller on that rank. The efficiency is
-(T_seq - T_ov) / min(T_comm, T_mm), where T_comm and T_mm are the times that the pass on one stream spends on
-communication and matmuls. Exposed communication is hatched.
+round of median length. The times, serial and overlapped, are the medians of that rank. The efficiency is their
+difference / min(T_comm, T_mm), where T_comm and T_mm are the times that the serial pass spends on communication and
+matmuls. Exposed communication is hatched.
 
 To trace a full program for ui.perfetto.dev, use ad.trace.
 
@@ -45,6 +45,14 @@ PASSES = {
     "row_backward": ("matmul_reduce_scatter", True, 1),
     "copy_backward": ("copy_matmul", True, 2),
 }
+TITLES = {
+    "all_gather_matmul": "column-parallel forward pass",
+    "matmul_reduce_scatter": "row-parallel forward pass",
+    "matmul_all_reduce": "row-parallel forward pass with all-reduce",
+    "column_backward": "column-parallel backward pass",
+    "row_backward": "row-parallel backward pass",
+    "copy_backward": "column-parallel backward pass with all-reduce",
+}
 DEFAULT = ("all_gather_matmul", "column_backward", "matmul_reduce_scatter", "row_backward")
 Step = Callable[[], Any]
 
@@ -61,10 +69,12 @@ class Comparison(NamedTuple):
         return serial[(len(serial) - 1) // 2], overlapped[(len(overlapped) - 1) // 2]
 
     def times(self) -> tuple[float, float, float]:
-        """Return (T_seq, T_ov, efficiency)."""
-        t_seq, t_ov = (statistics.median(one.wall for one in rounds) for rounds in (self.serial, self.overlapped))
+        """Return (time on one stream, time overlapped, efficiency)."""
+        serial, overlapped = (
+            statistics.median(one.wall for one in rounds) for rounds in (self.serial, self.overlapped)
+        )
         t_comm, t_mm = (statistics.median(getattr(one, lane) for one in self.serial) for lane in ("comm", "compute"))
-        return t_seq, t_ov, (t_seq - t_ov) / min(t_comm, t_mm)
+        return serial, overlapped, (serial - overlapped) / min(t_comm, t_mm)
 
 
 def run(rank: int, names: Sequence[str], tokens: int | None, rounds: int) -> list[Comparison]:
@@ -179,7 +189,8 @@ def draw(found: Sequence[Comparison], path: Path) -> None:
     figure = Figure(figsize=(11, 0.9 + 2.5 * len(found)), layout="constrained")
     for axes, comparison in zip(figure.subplots(len(found), 1, squeeze=False)[:, 0], found, strict=True):
         draw_pass(axes, comparison)
-    patches = [Patch(facecolor=color, label=NAMES[kind]) for kind, color in COLORS.items()]
+    drawn = {kind_of(one) for comparison in found for each in comparison.medians() for one in each.intervals}
+    patches = [Patch(facecolor=color, label=NAMES[kind]) for kind, color in COLORS.items() if kind in drawn]
     patches.append(Patch(facecolor=COLORS["comm"], label=EXPOSED, **HATCHED))
     figure.legend(handles=patches, loc="outside lower center", ncols=3, fontsize=9, frameon=False)
     figure.savefig(path, dpi=130)
@@ -200,7 +211,7 @@ def draw_pass(axes: Any, comparison: Comparison) -> None:
         axes.plot([operation.wall] * 2, [low, top], color="black", linewidth=1.2)
         text = f"{operation.wall * 1e3:.1f} ms"
         axes.text(operation.wall + span * 0.006, (low + top) / 2, text, va="center", fontsize=9)
-    axes.set_title(f"{comparison.name}, slices {CHUNKS}:  {described(comparison)}", fontsize=11, loc="left")
+    axes.set_title(f"{TITLES[comparison.name]}, {CHUNKS} slices: {described(comparison)}", fontsize=11, loc="left")
     axes.set_yticks([y + HEIGHT / 2 for y in ROWS.values()], list(ROWS), fontsize=9)
     axes.set_xlim(0, span * 1.09)
     axes.xaxis.set_major_formatter(lambda seconds, _: f"{seconds * 1e3:g}")
@@ -218,8 +229,8 @@ def draw_interval(axes: Any, one: Interval, row: float, text: str, span: float) 
 
 
 def described(comparison: Comparison) -> str:
-    t_seq, t_ov, efficiency = comparison.times()
-    return f"T_seq {t_seq * 1e3:.2f} ms, T_ov {t_ov * 1e3:.2f} ms, efficiency {efficiency:.2f}"
+    serial, overlapped, efficiency = comparison.times()
+    return f"serial {serial * 1e3:.1f} ms, overlapped {overlapped * 1e3:.1f} ms, efficiency {efficiency:.2f}"
 
 
 def main() -> None:

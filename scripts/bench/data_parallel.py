@@ -6,8 +6,8 @@ both with buckets of --bucket-mb. Each round runs a step of all three, starting 
 on all ranks; the slowest rank counts. The gradients of both are compared. Figures are medians over rounds;
 "DDP / ours" is the median of the ratios of each round, with quartiles.
 
-plain   ours over the host library (shared memory, or PYNCCL_HOST_TRANSPORT), DDP over gloo, without a modelled link.
-link    both over the same modelled link. Its bandwidth makes communication 40% of a step without overlap: T_comm, the
+plain   ours over the host library (shared memory, or PYNCCL_HOST_TRANSPORT), DDP over gloo, without a simulated link.
+link    both over the same simulated link. Its bandwidth makes communication 40% of a step without overlap: T_comm, the
         time to average all buckets alone, is 2/3 of "compute". Hidden is 1 - (T - T_compute) / T_comm.
 
 The link is the one of PYNCCL_HOST_LINK: each operation gets a slot on a FIFO queue when it is launched and completes no
@@ -186,7 +186,7 @@ class _Measurement:
 
 
 class _LinkedSum:
-    """Average a bucket over gloo, completing no earlier than the modelled link allows."""
+    """Average a bucket over gloo, completing no earlier than the simulated link allows."""
 
     def __init__(self, link: Link) -> None:
         self.link, self.size = link, dist.get_world_size()

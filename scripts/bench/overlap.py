@@ -15,7 +15,7 @@ The results of all are compared with "off" before timing. A ratio is the median 
 the efficiency of "auto", (T_off - T) / min(T_comm, T_mm). A case runs as many rounds as fit into 3 seconds, at least 4
 and at most --rounds. In each round short calls are repeated for about 20 ms, at most 5 times.
 
-Communication runs over a modelled link (PYNCCL_HOST_LINK), whose bandwidth is chosen for each case so that T_comm is
+Communication runs over a simulated link (PYNCCL_HOST_LINK), whose bandwidth is chosen for each case so that T_comm is
 --balance times T_mm, or over none.
 
 examples:
@@ -56,7 +56,7 @@ Times = Mapping[str, Sequence[float]]
 
 
 class Case(NamedTuple):
-    """A case. balance: T_comm / T_mm, or None without a modelled link."""
+    """A case. balance: T_comm / T_mm, or None without a simulated link."""
 
     rows: int
     layer: str
@@ -279,7 +279,7 @@ def _arguments() -> argparse.Namespace:
     layers = "layers to measure (both)"
     parser.add_argument("--layer", nargs="+", choices=("column", "row"), default=["column", "row"], help=layers)
     parser.add_argument("--balance", type=_balance, nargs="+", default=[0.5, 1.0, 2.0, None], metavar="RATIO",
-                        help="T_comm / T_mm of the modelled link, or none (0.5 1 2 none)")  # fmt: skip
+                        help="T_comm / T_mm of the simulated link, or none (0.5 1 2 none)")  # fmt: skip
     parser.add_argument("--rounds", type=positive, default=51, help="maximum number of rounds per case (%(default)s)")
     parser.add_argument("--width", type=positive, default=1024, help="input and output features (%(default)s)")
     parser.add_argument("--hidden", type=positive, default=4096, help="features between the layers (%(default)s)")

@@ -1,4 +1,4 @@
-"""Shared by the benchmarks on rank processes: starting ranks, modelled links, timing, tables, and the environment."""
+"""Shared by the benchmarks on rank processes: starting ranks, simulated links, timing, tables, and the environment."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pynccl.host.link import VARIABLE as LINK
 from pynccl.tools import command
 
 Call = Callable[[], Any]
-LATENCY = 50e-6  # seconds per step of the modelled link
+LATENCY = 50e-6  # seconds per step of the simulated link
 
 
 def run_ranks(ranks: int, fn: Callable[..., Any], *arguments: Any) -> Any:
@@ -53,7 +53,7 @@ def _run(rank: int, ranks: int, folder: str, fn: Callable[..., Any], arguments: 
 
 @contextlib.contextmanager
 def linked(link: str) -> Iterator[Communicator]:
-    """Yield a communicator of all ranks over the modelled link, or over none for "".
+    """Yield a communicator of all ranks over the simulated link, or over none for "".
 
     The communicator reads the environment variable when it is created.
     """

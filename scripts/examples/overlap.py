@@ -7,7 +7,7 @@
 The backward pass overlaps, too: it starts the gradient's collective as soon as the gradient is ready, and waits for it
 where the forward pass started it. Here y = all_reduce(x) overlaps with z = tanh(a @ b); the loss needs both.
 
-On one machine without a GPU overlap gains little, because the CPU also moves the data. A modelled link,
+On one machine without a GPU overlap gains little, because the CPU also moves the data. A simulated link,
 PYNCCL_HOST_LINK="latency=50us,bandwidth=100MB/s", delays the collective and leaves the CPU free.
 docs/overlap.md describes the layers that overlap by themselves.
 """

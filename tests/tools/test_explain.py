@@ -1,6 +1,7 @@
 """`python -m pynccl explain` draws the real results of the collectives and their adjoints; its page is up to date.
 
-The numbers are compared with NumPy (tests/support/explain_reference.py); test_docs.py compares the drawing of docs/explain.md.
+The numbers are compared with NumPy (tests/support/explain_reference.py). test_docs.py compares the drawing of
+docs/explain.md.
 """
 
 from __future__ import annotations

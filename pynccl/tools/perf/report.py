@@ -82,7 +82,7 @@ def _transport(comm: Communicator) -> str:
         return ""
     found = "shared memory" if host_module().comm.find(comm.handle).shared else "sockets"
     link = os.environ.get("PYNCCL_HOST_LINK")
-    return f"{found}, link modelled as {link}" if link else found
+    return f"{found}, simulated link {link}" if link else found
 
 
 def head_lines(head: dict[str, Any]) -> list[str]:
