@@ -160,6 +160,8 @@ def _find_failure(graph: WaitGraph, group: Group) -> Finding | None:
     rows.sort(key=lambda row: (row[1].gave_up, 0.0 if several else row[1].returned or row[1].issued))
     member, call = rows[0]
     points = [point for point in graph.points if point.group is group and point.missing.get(member.rank) == FAILED]
+    if graph.was_handled(group, {one.rank: other for one, other in rows}, points):
+        return None
     text = f"{names_of([member])}'s {group.describe(call)}{_raised(call)}{ago(member.process, call.returned)}"
     text += f"; {points[0].waiting(' there')}" if points else ""
     # A mismatch that only the library reports is uncertain: the records do not show it.

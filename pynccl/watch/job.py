@@ -26,9 +26,9 @@ class Member:
         self.rank = comm.rank
         self.numbered = {call.number: call for call in comm.calls if call.number > 0}
         unfinished = [call for call in comm.calls if call.open and not 0 < call.number <= comm.completed]
-        self.pending = [self._resolve_check(call) for call in unfinished]
+        self.pending = [self.resolve_check(call) for call in unfinished]
 
-    def _resolve_check(self, call: CallRecord) -> CallRecord:
+    def resolve_check(self, call: CallRecord) -> CallRecord:
         """Replace a "check" by the call that it compares, which the rank is about to enter."""
         if call.operation != "check":
             return call
@@ -144,7 +144,7 @@ class Job:
         host = f" on host {clean(process.host, 60)}" if self._several_hosts else ""
         number = f" {process.pid}" if host or process.state in (STOPPED, UNKNOWN) else ""
         is_ = {STOPPED: "stopped", DEAD: "ended", UNKNOWN: "not reachable from here"}.get(process.state, "alive")
-        where = _last_seen_at(process)
+        where = _last_seen_at(member)
         return f"process{number}{host} {is_}, {member.progress()}" + (f"; {where}" if where else "")
 
 
@@ -156,9 +156,13 @@ def names_of(members: Sequence[Member]) -> str:
     return f"{ranks_text(ranks)} (global {ranks_text(launched)})"
 
 
-def _last_seen_at(process: ProcessRecord) -> str:
+def _last_seen_at(member: Member) -> str:
     """Return where its main thread is or was, and how long ago; or its newest call, if that is more recent."""
+    process = member.process
     newest, site, age = process.newest_call(), process.last_place(), process.seen_ago
+    if any(comm.uid == member.group.uid and comm is not member.comm for comm in process.comms):
+        newest = member.comm.last()  # threads of one process are several ranks: the newest call may be another rank's
+        site = newest.site if newest else ""
     if not site:
         return ""
     if newest is not None and site != process.where:

@@ -32,6 +32,9 @@ def _mismatch(graph: WaitGraph, group: Group) -> Finding | None:
     if not number:
         return None
     calls = {rank: member.numbered[number] for rank, member in group.members.items() if number in member.numbered}
+    points = [point for point in graph.points if point.group is group and point.call.number == number]
+    if graph.was_handled(group, calls, points):
+        return None
     majority, votes = Counter(map(_key, calls.values())).most_common(1)[0]
     odd = {rank: call for rank, call in calls.items() if _key(call) != majority}
     usual = {rank: call for rank, call in calls.items() if _key(call) == majority}
@@ -43,7 +46,6 @@ def _mismatch(graph: WaitGraph, group: Group) -> Finding | None:
     else:
         text = f"the ranks disagree about call #{number:,} ({group.title()}): {', '.join([*sides, *others][:4])}"
         odd |= usual
-    points = [point for point in graph.points if point.group is group and point.call.number == number]
     text += f"; {points[0].waiting(' there')}" if points else ""
     details = [*[*sides, *others][:MAX_LINES], "every rank must make the same collective calls in the same order"]
     return graph.finding(

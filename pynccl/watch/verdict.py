@@ -180,8 +180,8 @@ def _not_entered(graph: WaitGraph, point: SyncPoint, members: Sequence[Member]) 
     details = graph.job.status_lines(members)
     for rank in point.arrived:
         if point.group.members[rank].process is members[0].process:
-            fix = "put calls of several ranks of one process into a pynccl.group()"
-            details.append(f"the same process is waiting there as rank {rank}: {fix}")
+            fix = "if one thread makes the calls of both ranks, put them into a pynccl.group()"
+            details.append(f"rank {rank} waits there in the same process: {fix}")
     return graph.finding(
         kind,
         Weight.NOT_ENTERED,

@@ -155,7 +155,8 @@ class WaitGraph:
             for rank, call in point.arrived.items():
                 member = point.group.members[rank]
                 newest = max(comm.calls[-1].issued for comm in member.process.comms if comm.calls)
-                if call.state != FAILED or call.returned >= newest:  # no newer call was issued
+                left = member.comm.ended and member.process.state != DEAD  # the program caught the error
+                if call.state != FAILED or (call.returned >= newest and not left):  # no newer call was issued
                     self._waiting_at.setdefault(id(member.process), []).append((point, member, call))
         self._link_by_issue_order()
         self._link_by_missing_ranks()
@@ -190,6 +191,21 @@ class WaitGraph:
         found.lines = list(dict.fromkeys(line for site in sites if (line := line_of(site))))
         found.culprits = list(dict.fromkeys(found.culprits))
         return found
+
+    def was_handled(self, group: Group, calls: Mapping[int, CallRecord], points: Sequence[SyncPoint]) -> bool:
+        """Return whether the program caught the errors of these calls (by rank) and continued, so that they do not
+        explain what happens now: nobody waits at `points`, the ranks are alive, and have ended the communicator; or the
+        verdict is about another communicator, and they have used others since."""
+        if self.post_mortem or self.uid == group.uid:
+            return False
+        if any(call.state != FAILED for point in points for call in point.arrived.values()):
+            return False
+        members = [group.members[rank] for rank in calls]
+        return all(
+            member.process.state != DEAD
+            and (member.comm.ended or (bool(self.uid) and _continued(member, calls[member.rank])))
+            for member in members
+        )
 
     def cycles(self) -> list[list[SyncPoint]]:
         """Return the cycles of sync points, each once and as short as possible; each point waits for the next one."""
@@ -349,13 +365,20 @@ class WaitGraph:
                         point.blocked_by.setdefault(other, []).append(Dependency(member, call, None, certain))
 
 
+def _continued(member: Member, call: CallRecord) -> bool:
+    """Return whether the process has created or used another communicator since this call returned."""
+    others = [comm for comm in member.process.comms if comm.uid != member.group.uid]
+    times = [comm.made for comm in others] + [later.issued for comm in others for later in comm.calls]
+    return 0 < call.returned < max(times, default=0.0)
+
+
 def _gave_up(member: Member) -> list[CallRecord]:
     """Return the last call of a rank and the rest of its group, if other ranks made it fail."""
     last = member.comm.last()
     if last is None or not last.gave_up:
         return []
     together = member.comm.calls if last.group else [last]
-    return [call for call in together if call.state == FAILED and call.group == last.group]
+    return [member.resolve_check(call) for call in together if call.state == FAILED and call.group == last.group]
 
 
 def _before(first: CallRecord, then: CallRecord, same_comm: bool) -> bool:

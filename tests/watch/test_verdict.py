@@ -66,9 +66,11 @@ MISSING = {
         "model.py:70, comm 'tp'",
     ),
     "ranks of one process": Case(
-        [process(-1, comm(0, 2, [call(41, state=INSIDE)]), comm(1, 2, [call(40)]))],
+        [process(-1, comm(0, 2, [call(41, state=INSIDE)]), comm(1, 2, [call(40, age=20, site="/b.py:2")]))],
         "missing tp1: rank 1 never entered all_reduce #41",
-        "the same process is waiting there as rank 0: put calls of several ranks of one process into a pynccl.group()",
+        "rank 1: process alive, last completed #40; its last call was all_reduce #40 at b.py:2 20.0 s ago",
+        "rank 0 waits there in the same process: if one thread makes the calls of both ranks, put them into a pynccl."
+        "group()",
     ),
     "an old line is printed with its age": Case(
         [*three_wait(), behind(3, 4, where_at=NOW - 12)],

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from watched import Case, call, comm, dp, in_init, process, waiting
+from watched import Case, call, comm, dp, failed, in_init, process, waiting
 
 from pynccl.watch.records import COMPLETED, FAILED, INSIDE, ISSUED, CallRecord, ProcessRecord
 from pynccl.watch.verdict import judge
 
 USUAL = "all_reduce(count=33,554,432, BFLOAT16, SUM)"
+LOST = "NcclRemoteError: no answer within the time-out"
 EACH_OTHER = "ranks wait for each other: "
 
 
@@ -38,6 +39,16 @@ def pair(*calls: CallRecord) -> list[ProcessRecord]:
     return [process(1, comm(1, 3, [recv])), process(2, comm(2, 3, calls), where="/m/x.py:4 f")]
 
 
+def handled(then: CallRecord | None, error: str = "NcclInvalidUsage", **ended: Any) -> list[ProcessRecord]:
+    """Two ranks whose calls on 'tp' disagreed 9 s ago. Now rank 0 waits in 'dp', and rank 1 has called `then`."""
+    calls = [failed(error, 9, 5, count=count, site="/m/old.py:1") for count in (4, 5)]
+    inside = call(7, state=INSIDE, age=3, site="/m/new.py:2")
+    return [
+        process(0, comm(0, 2, [calls[0]], **ended), dp(0, call(6, age=5), inside)),
+        process(1, comm(1, 2, [calls[1]], **ended), dp(1, *([then] if then else [])), where="/m/data.py:3 load"),
+    ]
+
+
 CHANGES: list[tuple[dict[str, Any], str, str]] = [
     ({"operation": "all_gather"}, INSIDE, "all_gather(count=33,554,432, BFLOAT16)"),
     ({"count": 7}, ISSUED, "all_reduce(count=7, BFLOAT16, SUM)"),
@@ -46,6 +57,36 @@ CHANGES: list[tuple[dict[str, Any], str, str]] = [
     ({"root": 1}, COMPLETED, "all_reduce(count=33,554,432, BFLOAT16, SUM, root=1)"),
 ]
 CALLS = {
+    "a mismatch on a communicator that all have ended": Case(
+        handled(None, ended=True), "missing dp1: rank 1 never entered all_reduce #7 (comm 'dp'"
+    ),
+    "a mismatch that the program has handled": Case(
+        handled(call(6, age=5)), "missing dp1: rank 1 never entered all_reduce #7 (comm 'dp'", uid="u-dp"
+    ),
+    "the same, if the ranks blamed each other": Case(
+        handled(None, LOST, ended=True), "missing dp1: rank 1 never entered all_reduce #7 (comm 'dp'"
+    ),
+    "a mismatch after which one rank has called nothing": Case(
+        handled(None), "mismatch tp0 tp1: the ranks disagree about call #5 (comm 'tp', 2 ranks)", uid="u-dp"
+    ),
+    "a mismatch, from the command line": Case(handled(call(6, age=5)), "mismatch tp0 tp1: the ranks disagree"),
+    "a missing rank in the comparison of PYNCCL_CHECK=1": Case(
+        [
+            process(
+                0,
+                comm(
+                    0,
+                    2,
+                    [
+                        call(4, age=20),
+                        failed("NcclRemoteError", 1, 1, "check", detail="all_reduce(count=4)"),
+                    ],
+                ),
+            ),
+            process(1, comm(1, 2, [call(4, age=20)]), where="/m/data.py:3 load"),
+        ],
+        "missing tp1: rank 1 never entered all_reduce #5 (comm 'tp', 2 ranks); rank 0 gave up after 11.3 s.",
+    ),
     "two communicators in two orders": Case(
         [
             process(0, comm(0, 2, [call(5, state=INSIDE, site="/m/a.py:1")]), dp(0, call(6))),
