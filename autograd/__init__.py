@@ -5,6 +5,8 @@
     comm = pynccl.init()                          # under torchrun
     y = ad.all_reduce(x, comm, grad="sum")        # x.grad is the all-reduce of the gradient of y
 
+Notation    r: this rank, q: any rank, N: number of ranks, g: the gradient of the loss with respect to y (the cotangent)
+
 Contents (see help() of each):
 
 collectives        all_reduce, all_gather, reduce_scatter, broadcast, reduce, gather, scatter, all_to_all, permute,

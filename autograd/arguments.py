@@ -96,6 +96,8 @@ def check_tensor_type(operation: str, x: object, comm: object) -> None:
         check_comm(operation, comm, x=x)
     if not isinstance(x, Tensor):
         instead = _INSTEAD.get(kind.__name__) or ("torch.tensor(x)" if isinstance(x, _NUMBERS) else "a tensor")
+        if x is None:  # _INSTEAD has what to pass for comm=None
+            instead = "a tensor of the same shape and dtype on every rank"
         raise TypeError(f"{operation}: x is a {type_name(kind)}, expected a torch.Tensor; pass {instead}")
     if kind.__torch_dispatch__ is Tensor.__torch_dispatch__ or is_traced(x):
         return
@@ -231,7 +233,7 @@ def check_rank(operation: str, comm: Communicator, rank: Any, name: str = "root"
 def check_divisible(operation: str, x: Tensor, dim: int, comm: Communicator, remedy: str = "pass splits=") -> None:
     if x.shape[dim] % comm.size:
         raise ValueError(
-            f"{operation}: dimension {dim} of {tuple(x.shape)} has {x.shape[dim]} rows, not divisible by {comm.size} "
+            f"{operation}: dimension {dim} of {tuple(x.shape)} has size {x.shape[dim]}, not divisible by {comm.size} "
             f"ranks; pad it or {remedy}"
         )
 
@@ -270,7 +272,7 @@ def check_total(operation: str, x: Tensor, dim: int, splits: Sequence[int], name
     """Check that the size of x along dim is the sum of the splits."""
     if x.shape[dim] != sum(splits):
         raise ValueError(
-            f"{operation}: dimension {dim} of {tuple(x.shape)} has {x.shape[dim]} rows, but {name} {tuple(splits)} add "
+            f"{operation}: dimension {dim} of {tuple(x.shape)} has size {x.shape[dim]}, but {name} {tuple(splits)} add "
             f"up to {sum(splits)}"
         )
 
@@ -279,8 +281,7 @@ def check_own_split(operation: str, x: Tensor, dim: int, splits: Sequence[int], 
     """Check that the size of x along dim is this rank's split."""
     if x.shape[dim] != splits[comm.rank]:
         raise ValueError(
-            f"{operation}: dimension {dim} of {tuple(x.shape)} has {x.shape[dim]} rows, but {name} {tuple(splits)} "
-            f"give rank {comm.rank} {splits[comm.rank]}"
+            f"{operation}: x has size {x.shape[dim]} along dim {dim}, but {name}[{comm.rank}] is {splits[comm.rank]}"
         )
 
 

@@ -26,7 +26,7 @@ _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, to
 
 
 def anchor(loss: Tensor, *outputs: Tensor) -> Tensor:
-    """Return the loss unchanged, but make its backward pass run the collectives behind `outputs` with zero cotangents.
+    """Return the loss unchanged, but make its backward pass run the collectives behind `outputs` with zero gradients.
 
     Use it on a rank that computes an output without using it while other ranks use it: loss = ad.anchor(loss, y).
     Otherwise this rank skips the backward pass of that collective, and the other ranks hang in it.

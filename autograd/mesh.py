@@ -99,6 +99,7 @@ class Mesh(Shared):
         return math.prod(self.shape[name] for name in (self._axes(axes) if axes else self.shape))
 
     def __getitem__(self, axes: str | Sequence[str]) -> Communicator:
+        instance(axes, (str, Sequence), "mesh[axes]: axes", f"names, some of {', '.join(map(repr, self.shape))}")
         names = self._axes((axes,) if isinstance(axes, str) else tuple(axes))
         if not self.comm.alive:
             self.comm.check_alive()

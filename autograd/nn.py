@@ -59,6 +59,7 @@ class Operation(torch.nn.Module):
         return self.options
 
     def forward(self, x: Tensor) -> Tensor:
+        """Call the function with x and the module's arguments. For the shapes see the function."""
         if self.identity_on_one_rank and self.comm.size == 1 and isinstance(x, Tensor):
             _, call = self.function.plan(x, self.comm, **self.arguments())  # checks the arguments
             checked: Tensor = call.x
@@ -265,6 +266,7 @@ class Sequential(torch.nn.Sequential):
         self.overlap = overlap
 
     def forward(self, x: Any) -> Any:
+        """Call the modules in order, fused where possible. For the shapes see the modules."""
         modules = list(self)
         at = 0
         while at < len(modules):

@@ -169,15 +169,18 @@ def set_side_stream(comm: Communicator, stream: Any) -> None:
 
     Call it on every rank before the first `start` or overlapped layer; RuntimeError afterwards, because work may be in
     progress on another stream. TypeError for a wrong stream."""
+    if comm.library.is_host:
+        if not isinstance(stream, pynccl.Stream) or not hasattr(stream, "submit"):
+            raise TypeError(
+                f"set_side_stream: stream is {shown(stream)}, expected a stream of pynccl.create_stream() for the host "
+                "library (on a GPU, also a torch or cuda.core stream)"
+            )
+        side = SideStream(comm, stream)
+    else:
+        side = _CudaSide(comm, stream)
     if _sides.get(comm):
         raise RuntimeError(
             "set_side_stream: the communicator has already used its side stream; call it before start() and overlapped "
             "layers"
         )
-    if comm.library.is_host:
-        if not isinstance(stream, pynccl.Stream) or not hasattr(stream, "submit"):
-            raise TypeError(f"set_side_stream: stream is {shown(stream)}, expected one from pynccl.create_stream()")
-        side = SideStream(comm, stream)
-    else:
-        side = _CudaSide(comm, stream)
     _sides.setdefault(comm, {}).update({HIGH: side, 0: side})

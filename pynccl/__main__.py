@@ -6,6 +6,7 @@ import sys
 
 from . import __version__
 from .bindings.library import load
+from .bindings.values import did_you_mean
 from .tools import command, doctor, explain, hang, perf
 
 COMMANDS = {
@@ -52,13 +53,14 @@ def main(argv: list[str]) -> int:
             print(versions())
         return command.SUCCESS
     if name not in COMMANDS:
-        hint = command.did_you_mean(name, COMMANDS) or f"expected one of {', '.join(COMMANDS)}"
+        hint = did_you_mean(name, COMMANDS) or f"expected one of {', '.join(COMMANDS)}"
         command.print_error(f"python -m pynccl: error: unknown command {name!r}; {hint}" if name else usage())
         return command.USAGE
     module, purpose = COMMANDS[name]
     prog = f"python -m pynccl {name}"
     doc = f"{purpose[0].upper()}{purpose[1:]}.\n{getattr(module, 'EXAMPLES', '')}"
-    parser = command.Parser(doc, prog=prog, failed=getattr(module, "FAILED", "it failed"))
+    texts = {name.lower(): getattr(module, name) for name in ("FAILED", "UNUSABLE") if hasattr(module, name)}
+    parser = command.Parser(doc, prog=prog, **texts)
     module.configure(parser)
     arguments = parser.parse_args(options)
     return command.exit_code_of(lambda: module.run(arguments), prog)

@@ -37,8 +37,10 @@ class ModelConfig:
     def problem(self, ranks: int) -> str:
         """Return why this model cannot be sharded over this number of ranks, in argparse's format, or ""."""
         if self.width % (2 * self.heads):
-            twice = f"{2 * self.heads}, twice --heads {self.heads}"
-            return f"argument --width: {self.width} is not a multiple of {twice}: heads have an even number of columns"
+            return (
+                f"--heads {self.heads}: --width {self.width} must be a multiple of {2 * self.heads}, so that each head "
+                "has an even number of features"
+            )
         if self.heads % ranks:
             return f"argument --heads: {self.heads} is not divisible by {ranks} ranks; each rank computes heads/ranks"
         if self.seq % ranks:

@@ -40,6 +40,7 @@ class Dropout(nn.Dropout):
         self.comm, self.sharded = comm, sharded
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return x with dropout in training, else x.   x [..] -> [..]"""
         if self.training and self.p > 0:
             return _dropout(x, self.p, self.comm, self.sharded, self.inplace)
         return F.dropout(x, self.p, False, self.inplace)

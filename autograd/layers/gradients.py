@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import weakref
 from collections.abc import Iterable
 from functools import partial
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pynccl import Communicator
-from pynccl.bindings.values import shown
+from pynccl.bindings.values import instance, listed, shown
 
 from ..ops.all_reduce import all_reduce
 from .dtensors import is_dtensor, local_tensor, sharding_groups
@@ -151,6 +152,8 @@ def clip_grad_norm_(
     error_if_nonfinite   True: raise RuntimeError if the norm is NaN or infinite
     """
     found = _as_list(parameters, "clip_grad_norm_")
+    instance(max_norm, (numbers.Real, Tensor), "clip_grad_norm_: max_norm", "a number")
+    instance(norm_type, numbers.Real, "clip_grad_norm_: norm_type", "a number above 0, or math.inf")
     grads = [local_tensor(parameter.grad) for parameter in found if parameter.grad is not None]
     device = grads[0].device if grads else torch.device("cpu")
     norm = _total_norm(found, norm_type, device)
@@ -202,8 +205,7 @@ def _as_list(parameters: Any, name: str) -> list[Tensor]:
         return list(parameters.parameters())
     if isinstance(parameters, Tensor):
         return [parameters]
-    found = list(parameters)
+    found = listed(parameters, f"{name}: parameters", "a torch.nn.Module or its parameters")
     for one in found:
-        if not isinstance(one, Tensor):
-            raise TypeError(f"{name}: expected a module or its parameters, got {shown(one)}")
+        instance(one, Tensor, f"{name}: a parameter", "a torch.Tensor")
     return found

@@ -144,6 +144,10 @@ class _ParallelLinear(Sharded):
         )
 
 
+# TypeErrors of Python name the function; users reach it by RowParallelLinear, which does not override it.
+_ParallelLinear.__init__.__qualname__ = "RowParallelLinear.__init__"
+
+
 class ColumnParallelLinear(_ParallelLinear):
     """Linear layer with column parallelism: y_r = x @ W_r.T + b_r.
 
@@ -184,12 +188,33 @@ class ColumnParallelLinear(_ParallelLinear):
         in_features: int,
         out_features: int,
         comm: Communicator,
-        *args: Any,
+        bias: bool = True,
+        sequence_parallel: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        overlap: Overlap = "auto",
+        reduce_dtype: Dtype = None,
+        grad_accumulation_fusion: bool = False,
+        seq_dim: int = 0,
+        blocks: int | Sequence[int] = 1,
         gather_input: bool = True,
         gather_output: bool = False,
-        **options: Any,
     ) -> None:
-        super().__init__(in_features, out_features, comm, *args, **options)
+        super().__init__(
+            in_features,
+            out_features,
+            comm,
+            bias,
+            sequence_parallel,
+            device,
+            dtype,
+            overlap=overlap,
+            reduce_dtype=reduce_dtype,
+            grad_accumulation_fusion=grad_accumulation_fusion,
+            seq_dim=seq_dim,
+            blocks=blocks,
+        )
         if self.grad_accumulation_fusion and not gather_input:
             raise ValueError("ColumnParallelLinear: grad_accumulation_fusion needs gather_input=True")
         if gather_output and len(self.blocks) > 1:
@@ -197,6 +222,7 @@ class ColumnParallelLinear(_ParallelLinear):
         self.gather_input, self.gather_output = gather_input, gather_output
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return x @ W_r.T + b_r.   x [s, .., in] -> [s, .., out/N]; see the class for the other shapes."""
         if not self.gather_input:
             self._check_input(x)
             y = F.linear(x, self.weight, self.bias)
@@ -227,6 +253,7 @@ class RowParallelLinear(_ParallelLinear):
     dim, kind = 1, "row"
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return sum_q x_q @ W_q.T + b.   x [s, .., in/N] -> [s, .., out]; sequence_parallel: [s/N, .., out]"""
         if self.sequence_parallel:
             return self._along_sequence(matmul_reduce_scatter, x)
         y: Tensor = self._overlapped(matmul_all_reduce, x)
@@ -245,13 +272,15 @@ class KeyValueLinear(ColumnParallelLinear):
 
     shared: Communicator
 
-    def __init__(self, in_features: int, out_features: int, comm: Communicator, *args: Any, **options: Any) -> None:
-        shared = options.pop("shared", None)
+    def __init__(
+        self, in_features: int, out_features: int, comm: Communicator, *args: Any, shared: Communicator, **options: Any
+    ) -> None:
         check_comm("KeyValueLinear: shared", shared)
         super().__init__(in_features, out_features, comm, *args, **{**options, "gather_input": False})
         self.shared = shared
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return x @ W_k.T + b_k, of this rank's head k.   x [s, .., in] -> [s, .., out/K]"""
         self._check_input(x)
         weight = copy(self.weight, self.shared)
         return F.linear(x, weight, None if self.bias is None else copy(self.bias, self.shared))

@@ -45,6 +45,8 @@ class Shard:
     blocks      consecutive blocks along `dim` of the full parameter, each split equally over the ranks: their number,
                 if they are equal (3 for queries, keys and values in one layer), or their sizes
     transposed  the parameter is a shard of the transpose of the full one; `shape` is that of the full one
+
+    ValueError if `dim` is not a dimension, if `splits` or `blocks` do not fit its size, or if `partial` has a `dim`.
     """
 
     def __init__(
@@ -63,7 +65,17 @@ class Shard:
         self.splits: tuple[int, ...] = ()
         self.blocks: tuple[int, ...] = ()  # sizes
         if dim is not None:
-            size = (self.shape[::-1] if transposed else self.shape)[dim]
+            index, local = as_int(dim), self.shape[::-1] if transposed else self.shape
+            if index is None or not -len(local) <= index < len(local):
+                raise ValueError(f"Shard: dim is {shown(dim)}, expected a dimension of shape {list(local)}, or None")
+            if partial:
+                raise ValueError(f"Shard: partial=True is for replicated parameters; pass dim=None, not {dim}")
+            self.dim = dim = int(index % len(local))
+            size = local[dim]
+            if splits is None and size % comm.size:
+                raise ValueError(
+                    f"Shard: dimension {dim} of {list(local)} is not divisible by {comm.size} ranks; pass splits="
+                )
             self.splits = tuple(splits) if splits is not None else (size // comm.size,) * comm.size
             if len(self.splits) != comm.size or sum(self.splits) != size:
                 raise ValueError(
@@ -265,11 +277,16 @@ def set_shard(parameter: Tensor, shard: Shard | None) -> None:
 
     `finish_gradients`, `clip_grad_norm_`, checkpoints and `check_model` use it. It sets the attribute
     `parameter.shard`, which type checkers do not know. Call it again if another parameter replaces this one, or use
-    `keep_shards`.
+    `keep_shards`. ValueError if the parameter does not have the shape of this rank's shard.
     """
     if shard is not None:
         instance(shard, Shard, "set_shard: shard", "an ad.Shard, or None")
     instance(parameter, Tensor, "set_shard: parameter", "a torch.nn.Parameter")
+    if shard is not None and list(parameter.shape) != shard.local_shape:
+        raise ValueError(
+            f"set_shard: the parameter has shape {tuple(parameter.shape)}, expected {tuple(shard.local_shape)}, this "
+            f"rank's shard of {shard.shape}"
+        )
     parameter.shard = shard  # type: ignore[attr-defined]
 
 

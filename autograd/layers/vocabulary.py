@@ -128,6 +128,7 @@ class VocabParallelEmbedding(_VocabParallel):
         self.load_full(weight)
 
     def forward(self, ids: Tensor) -> Tensor:
+        """Return the rows of the embedding.   ids [s, ..] -> [s, .., D]; sequence_parallel: [s/N, .., D]"""
         _check_ids("VocabParallelEmbedding: ids", ids, self.num_embeddings)
         is_local, local = _local(ids, self.first, len(self.weight))
         if len(self.weight):
@@ -205,6 +206,7 @@ class VocabParallelHead(_VocabParallel):
         self._draw_as_linear(self.embedding_dim)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the logits.   x [.., D] -> [.., V_r]; gather_output: [.., V]"""
         if not isinstance(x, Tensor) or x.dim() == 0 or x.shape[-1] != self.embedding_dim:
             raise ValueError(
                 f"VocabParallelHead: x is {_describe(x)}, expected a last dimension of {self.embedding_dim}"

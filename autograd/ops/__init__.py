@@ -25,7 +25,8 @@ splits        sizes of all ranks' slices along `dim`, the same list on every ran
 reduce_dtype  dtype in which a sum is communicated and computed, e.g. torch.float32 for a bfloat16 tensor; the result
               has the dtype of the input. None: the dtype of the input. Collectives that only copy accept every dtype
 
-Wrong arguments raise ValueError or TypeError before anything is launched.
+Wrong arguments raise ValueError or TypeError before this rank launches anything. If only one rank's arguments are
+wrong, the other ranks wait for it. Whether ranks pass different shapes or dtypes is checked only with PYNCCL_CHECK=1.
 
 all_reduce, all_gather and reduce_scatter also take a list or tuple of tensors, of any shapes and dtypes, and return the
 list of their outputs. The forward pass is one NCCL group, and so is the backward pass. The other arguments apply to

@@ -58,7 +58,7 @@ def all_gather(
     reduce_dtype  dtype of the sum in the backward reduce-scatter; None: that of x
 
     ValueError or TypeError for wrong arguments, before anything is launched. Every rank must call it and run its
-    backward pass. Notation: help(pynccl_autograd.ops).
+    backward pass. Notation: help(ad.ops).
     """
     check_call("all_gather", x, comm)
     check_grad("all_gather", grad)
@@ -131,8 +131,10 @@ def reduce_scatter(
     splits        size along `dim` of each rank's slice, the same list on every rank; None: equal sizes
     reduce_dtype  dtype in which the sum is communicated and computed; None: that of x
 
+    There is no grad=: the ranks' outputs differ, so the backward pass is always the exact adjoint (as grad="sum").
+
     ValueError or TypeError for wrong arguments, before anything is launched. Every rank must call it and run its
-    backward pass. Notation: help(pynccl_autograd.ops).
+    backward pass. Notation: help(ad.ops).
     """
     check_call("reduce_scatter", x, comm)
     op = check_op("reduce_scatter", op)
@@ -187,8 +189,10 @@ def split(x: Tensor, comm: Communicator, dim: int = 0, *, splits: Splits = None)
     dim     dimension to split; its size must be divisible by N, unless `splits` is given
     splits  size along `dim` of each rank's slice, the same list on every rank; None: equal sizes
 
+    There is no grad=: x is replicated, so the backward pass always gathers.
+
     ValueError or TypeError for wrong arguments. Every rank must call it and run its backward pass. Notation:
-    help(pynccl_autograd.ops).
+    help(ad.ops).
     """
     check_call("split", x, comm)
     dim = check_dim("split", x, dim)

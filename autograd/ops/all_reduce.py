@@ -78,7 +78,7 @@ def all_reduce(
     float8 variants) need reduce_dtype=.
 
     ValueError or TypeError for wrong arguments, before anything is launched. Every rank must call it and run its
-    backward pass. Notation: help(pynccl_autograd.ops).
+    backward pass. Notation: help(ad.ops).
     """
     check_call("all_reduce", x, comm)
     check_grad("all_reduce", grad)
@@ -133,8 +133,10 @@ def copy(x: Tensor, comm: Communicator, *, reduce_dtype: Dtype = None) -> Any:
     comm          communicator of the ranks that take part
     reduce_dtype  dtype of the sum in the backward all-reduce; None: that of x
 
-    TypeError for wrong arguments. Every rank must call it and run its backward pass. Notation:
-    help(pynccl_autograd.ops).
+    There is no grad=: the ranks do different computations on y, so the backward pass always sums.
+
+    TypeError for wrong arguments of this rank. Whether ranks pass different shapes or dtypes is checked only with
+    PYNCCL_CHECK=1. Every rank must call it and run its backward pass. Notation: help(ad.ops).
     """
     check_call("copy", x, comm)
     return comm, CollectiveCall(Copy, x, (check_reduce_dtype("copy", x, reduce_dtype),))

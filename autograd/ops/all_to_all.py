@@ -42,8 +42,11 @@ def all_to_all(
     and only one list is given, the ranks first exchange the sizes: each call then costs one more small collective that
     the CPU waits for, and raises ValueError under torch.compile.
 
-    ValueError or TypeError for wrong arguments, before the tensors are sent. Every rank must call it and run its
-    backward pass. Notation: help(pynccl_autograd.ops).
+    There is no grad=: the ranks' outputs differ, so the backward pass is always the exact adjoint (as grad="sum").
+
+    ValueError or TypeError for wrong arguments of this rank, before the tensors are sent. Whether ranks pass different
+    shapes or dtypes is checked only with PYNCCL_CHECK=1. Every rank must call it and run its backward pass. Notation:
+    help(ad.ops).
     """
     check_call("all_to_all", x, comm)
     split_dim = check_dim("all_to_all", x, split_dim, "split_dim")

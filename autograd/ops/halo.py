@@ -32,11 +32,13 @@ def halo_exchange(x: Tensor, comm: Communicator, dim: int, halo: Halo) -> Any:
     dim   dimension along which the ranks hold consecutive blocks
     halo  width of both halos, or (left, right), or a list of (left, right) for every rank, the same list on all ranks
 
+    There is no grad=: the ranks' outputs differ, so the backward pass is always the exact adjoint (as grad="sum").
+
     The left halo of the first rank and the right halo of the last rank keep their values.
 
     ValueError if the interior (x without its halos) is narrower than the adjacent halos of the neighbours. Only that
     rank raises; with PYNCCL_CHECK=1 every rank does. Every rank must call it and run its backward pass. Notation:
-    help(pynccl_autograd.ops).
+    help(ad.ops).
     """
     check_call("halo_exchange", x, comm)
     dim = check_dim("halo_exchange", x, dim)
@@ -153,12 +155,13 @@ def check_halo(
     to_left = halos[comm.rank - 1][1] if comm.rank else 0
     to_right = halos[comm.rank + 1][0] if comm.rank + 1 < comm.size else 0
     needed = max(left, right) if equal else max(to_left, to_right)
-    interior = x.shape[dim] - left - right
-    if min(min(pair) for pair in halos) < 0 or interior < needed:
+    if min(min(pair) for pair in halos) < 0:
+        raise ValueError(f"halo_exchange: halo is {halo}, expected widths >= 0")
+    if x.shape[dim] < left + right + needed:
         raise ValueError(
-            f"halo_exchange: halo is {halo} and dimension {dim} of {tuple(x.shape)} on rank {comm.rank} has "
-            f"{x.shape[dim]} rows, of which {interior} are the interior; expected widths >= 0, and an interior of at "
-            f"least {needed} rows, the width of the adjacent halos; use fewer ranks or narrower halos"
+            f"halo_exchange: halos {(left, right)} need size {left + right + needed} along dim {dim} (the interior "
+            f"must be as wide as the adjacent halos, {needed}), but x has {x.shape[dim]} on rank {comm.rank}; pass "
+            "narrower halos, or use fewer ranks"
         )
     return (left, right) if equal else (left, right, (to_left, to_right))
 

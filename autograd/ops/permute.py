@@ -26,10 +26,13 @@ def permute(x: Tensor, comm: Communicator, edges: Iterable[tuple[int, int]]) -> 
 
     x      a tensor of the same shape and dtype on all ranks
     comm   communicator of the ranks that take part
-    edges  pairs (source, target), the same on all ranks; a source may have several targets, a target several sources
+    edges  pairs (source, target), the same on all ranks; a source may have several targets, a target several sources.
+           An edge listed twice counts twice
+
+    There is no grad=: the ranks' outputs differ, so the backward pass is always the exact adjoint (as grad="sum").
 
     ValueError or TypeError for wrong arguments, before anything is launched. Every rank must call it and run its
-    backward pass. Notation: help(pynccl_autograd.ops).
+    backward pass. Notation: help(ad.ops).
     """
     check_call("permute", x, comm)
     pairs = check_edges(comm, edges)
@@ -51,8 +54,10 @@ def send_recv(x: Tensor, comm: Communicator, target: int | None = None, source: 
     target  rank to send to; None: send nothing
     source  rank to receive from; None: receive nothing
 
+    There is no grad=: the ranks' outputs differ, so the backward pass is always the exact adjoint (as grad="sum").
+
     Only the ranks that communicate call it, and each passes its own peers. The same ranks must run the backward pass.
-    ValueError or TypeError for wrong arguments, before anything is launched. Notation: help(pynccl_autograd.ops).
+    ValueError or TypeError for wrong arguments, before anything is launched. Notation: help(ad.ops).
     """
     check_call("send_recv", x, comm)
     targets = () if target is None else (check_rank("send_recv", comm, target, "target"),)

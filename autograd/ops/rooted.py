@@ -60,8 +60,9 @@ def broadcast(x: Tensor, comm: Communicator, root: int, *, grad: Grad, reduce_dt
                   "sum" if ranks do different computations on y
     reduce_dtype  dtype of the sum in the backward reduce; None: that of x
 
-    ValueError or TypeError for wrong arguments, before anything is launched. Every rank must call it and run its
-    backward pass. Notation: help(pynccl_autograd.ops).
+    ValueError or TypeError for wrong arguments of this rank, before anything is launched. Whether ranks pass different
+    shapes or dtypes is checked only with PYNCCL_CHECK=1. Every rank must call it and run its backward pass. Notation:
+    help(ad.ops).
     """
     check_call("broadcast", x, comm)
     check_grad("broadcast", grad)
@@ -128,8 +129,10 @@ def reduce(x: Tensor, comm: Communicator, root: int, op: Op = "sum", *, reduce_d
     op            "sum" or "avg"
     reduce_dtype  dtype in which the sum is communicated and computed; None: that of x
 
+    There is no grad=: the ranks' outputs differ, so the backward pass is always the exact adjoint (as grad="sum").
+
     ValueError or TypeError for wrong arguments, before anything is launched. Every rank must call it and run its
-    backward pass. Notation: help(pynccl_autograd.ops).
+    backward pass. Notation: help(ad.ops).
     """
     check_call("reduce", x, comm)
     op = check_op("reduce", op)
@@ -177,8 +180,11 @@ def scatter(x: Tensor, comm: Communicator, root: int, dim: int = 0, *, splits: S
     dim     dimension to split; its size must be divisible by N, unless `splits` is given
     splits  size along `dim` of each rank's slice, the same list on every rank; None: equal sizes
 
-    ValueError or TypeError for wrong arguments, before anything is launched. Every rank must call it and run its
-    backward pass. Notation: help(pynccl_autograd.ops).
+    There is no grad=: the ranks' outputs differ, so the backward pass is always the exact adjoint (as grad="sum").
+
+    ValueError or TypeError for wrong arguments of this rank, before anything is launched. Whether ranks pass different
+    shapes or dtypes is checked only with PYNCCL_CHECK=1. Every rank must call it and run its backward pass. Notation:
+    help(ad.ops).
     """
     check_call("scatter", x, comm)
     root = check_rank("scatter", comm, root)
@@ -236,8 +242,10 @@ def gather(x: Tensor, comm: Communicator, root: int, dim: int = 0, *, splits: Sp
     dim     dimension to concatenate along
     splits  size along `dim` of each rank's tensor, the same list on every rank; None: equal sizes
 
+    There is no grad=: the ranks' outputs differ, so the backward pass is always the exact adjoint (as grad="sum").
+
     ValueError or TypeError for wrong arguments, before anything is launched. Every rank must call it and run its
-    backward pass. Notation: help(pynccl_autograd.ops).
+    backward pass. Notation: help(ad.ops).
     """
     check_call("gather", x, comm)
     root = check_rank("gather", comm, root)

@@ -16,7 +16,7 @@ MAX_COMPUTE_STREAMS = 2  # more are slower: each takes a share of the GPU from t
 
 @dataclass(frozen=True)
 class OverlapConfig:
-    """How one layer overlaps. Every rank must pass the same configuration. None: chosen automatically.
+    """How one layer overlaps. Every rank must pass the same one. A field that is None is chosen automatically.
 
     method           "auto"      the first calls of each pass, at most 24, alternate between off, bulk, 2, 4 and 8
                                  slices and the ring; then all ranks keep the fastest, or "off" if the gain is below 3%
@@ -26,7 +26,8 @@ class OverlapConfig:
                                  same bits for every number of chunks
                      "bulk"      one collective, concurrent with a matmul that does not depend on it
                      "off"       no overlap
-    chunks           number of slices of the rows, >= 1; for "slices" and "exchange". None: 2, 4 and 8 are tried
+    chunks           number of slices of the rows, >= 1, for "slices" and "exchange"; None: 2, 4 and 8 are tried. With
+                     "auto" the trial has only this number of slices, and no ring
     aggregate        "ring" gathers the blocks of two ranks for each matmul
     compute_streams  1 or 2 streams that the matmuls of the slices alternate between; None: 2 on a GPU with slices
     num_comm_ctas    maximum number of thread blocks (CTAs) of a collective, as NCCL's maxCTAs. Before NCCL 2.31, and
@@ -34,7 +35,7 @@ class OverlapConfig:
                      function in its first pass; the child ends with its parent
     priority         of the communication stream. Below 0, its kernels run before those of the matmuls' streams; from 0
                      on, they have the same priority
-    deterministic    sum only by "exchange"; "auto" tries no schedule that changes the rounding
+    deterministic    use only schedules that add in rank order ("exchange"), without a trial
     save_gathered    keep the gathered input for the weight's gradient. False: the backward pass gathers it again,
                      hidden behind the gradient of the input, and the memory is free in between
     dgrad            configuration of the backward pass; None: that of the forward pass
@@ -67,6 +68,11 @@ class OverlapConfig:
             raise TypeError(f"OverlapConfig: priority is {shown(self.priority)}, expected an integer")
         if self.dgrad is not None and not isinstance(self.dgrad, OverlapConfig):
             raise TypeError(f"OverlapConfig: dgrad is {shown(self.dgrad)}, expected an OverlapConfig or None")
+        if self.chunks is not None and self.method in ("ring", "bulk"):
+            raise ValueError(
+                f"OverlapConfig: chunks is {self.chunks}, but method {self.method!r} has no slices; omit chunks, or "
+                'pass method "slices" or "exchange"'
+            )
         if self.deterministic and self.method not in ("auto", "exchange", "off"):
             raise ValueError(
                 f'OverlapConfig: deterministic=True requires method "auto", "exchange" or "off", but method is '

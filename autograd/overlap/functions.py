@@ -76,9 +76,11 @@ def all_gather_matmul(
     return_gathered           return (y, all_gather(x)), both differentiable
     owner                     the module that makes the call: "auto" decides per module, and `overlap.report()` names it
 
-    Raises ValueError or TypeError on every rank for inconsistent arguments, before anything is launched.
+    Raises ValueError or TypeError for wrong arguments, before this rank launches anything. If only one rank's arguments
+    are wrong, the other ranks wait for it.
     """
-    call = MatmulCall("all_gather_matmul", "column", x, w, comm, overlap, reduce_dtype, grad_accumulation_fusion, owner)
+    name, fused = "all_gather_matmul", grad_accumulation_fusion
+    call = MatmulCall(name, "column", x, w, comm, bias, overlap, reduce_dtype, fused, owner)
 
     def overlapped(x: Tensor, w: Tensor, bias: Tensor | None, call: MatmulCall, decision: Decision) -> Any:
         keeps = return_gathered or call.config.save_gathered
@@ -89,7 +91,7 @@ def all_gather_matmul(
         return unfused.all_gather_matmul(x, w, comm, bias, call.reduce_dtype, return_gathered)
 
     rows = x.numel() // max(x.shape[-1], 1) * comm.size
-    return call.run(x, bias, rows, ("all_gather_matmul", "column_backward"), overlapped, composed)
+    return call.run(x, bias, rows, (name, "column_backward"), overlapped, composed)
 
 
 def matmul_reduce_scatter(
@@ -109,11 +111,12 @@ def matmul_reduce_scatter(
 
     The options are those of `all_gather_matmul`; reduce_dtype is that of the forward sum.
 
-    Raises ValueError or TypeError on every rank for inconsistent arguments, before anything is launched.
+    Raises ValueError or TypeError for wrong arguments, before this rank launches anything. If only one rank's arguments
+    are wrong, the other ranks wait for it.
     """
     name = "matmul_reduce_scatter"
-    call = MatmulCall(name, "row", x, w, comm, overlap, reduce_dtype, grad_accumulation_fusion, owner)
-    check_divisible(name, x, 0, comm, "use another sequence length")
+    call = MatmulCall(name, "row", x, w, comm, bias, overlap, reduce_dtype, grad_accumulation_fusion, owner)
+    check_divisible(call.caller, x, 0, comm, "use another sequence length")
 
     def overlapped(x: Tensor, w: Tensor, bias: Tensor | None, call: MatmulCall, decision: Decision) -> Any:
         return MatmulReduceScatter.apply(x, w, bias, call, decision)
@@ -171,10 +174,11 @@ def matmul_all_reduce(
 
     The other options are those of `all_gather_matmul`; reduce_dtype is that of the forward sum.
 
-    Raises ValueError or TypeError on every rank for inconsistent arguments, before anything is launched.
+    Raises ValueError or TypeError for wrong arguments, before this rank launches anything. If only one rank's arguments
+    are wrong, the other ranks wait for it.
     """
     name = "matmul_all_reduce"
-    call = MatmulCall(name, "row", x, w, comm, overlap, reduce_dtype, grad_accumulation_fusion, owner)
+    call = MatmulCall(name, "row", x, w, comm, bias, overlap, reduce_dtype, grad_accumulation_fusion, owner)
     if hand_off and x.dim() != 2:
         raise ValueError(f"{name}: hand_off=True expects x of shape [s, in/N], but x is {tuple(x.shape)}; flatten it")
     config = call.config
@@ -212,9 +216,11 @@ def copy_matmul(
 
     The options are those of `all_gather_matmul`; reduce_dtype is that of dx's sum.
 
-    Raises ValueError or TypeError on every rank for inconsistent arguments, before anything is launched.
+    Raises ValueError or TypeError for wrong arguments, before this rank launches anything. If only one rank's arguments
+    are wrong, the other ranks wait for it.
     """
-    call = MatmulCall("copy_matmul", "column", x, w, comm, overlap, reduce_dtype, grad_accumulation_fusion, owner)
+    fused = grad_accumulation_fusion
+    call = MatmulCall("copy_matmul", "column", x, w, comm, bias, overlap, reduce_dtype, fused, owner)
 
     def overlapped(x: Tensor, w: Tensor, bias: Tensor | None, call: MatmulCall, decision: None) -> Any:
         return CopyMatmul.apply(x, w, bias, call)

@@ -50,6 +50,7 @@ class MatmulCall:
     main_grad, parameter  passes that accumulate gradients add the weight's gradient to main_grad of this parameter;
                           main_grad None: they return it
     owner                 the layer that made the call, for decisions and the report
+    caller                name of the layer, or of the function, for errors
     backward              the key of the backward pass, if that communicates
     """
 
@@ -60,18 +61,20 @@ class MatmulCall:
         x: Tensor,
         w: Tensor,
         comm: Communicator,
+        bias: Tensor | None,
         overlap: Overlap,
         reduce_dtype: Dtype,
         fused: bool,
         owner: Any,
     ) -> None:
-        check_input(name, x, w, comm)
+        self.caller = caller = name if owner is None else type(owner).__name__
+        check_input(caller, x, w, comm, bias)
         self.name, self.comm, self.owner = name, comm, owner
-        self.config = as_config(name, overlap, kind)
+        self.config = as_config(caller, overlap, kind)
         self.workspace: Workspace | None = attribute(overlap, "workspace")
-        found = check_reduce_dtype(name, x, reduce_dtype)
+        found = check_reduce_dtype(caller, x, reduce_dtype)
         self.reduce_dtype = None if found is x.dtype else found  # of sums in flight; None for that of x
-        self.parameter, self.main_grad = w, main_grad_of(name, w, fused)
+        self.parameter, self.main_grad = w, main_grad_of(caller, w, fused)
         self.backward: PassKey | None = None
 
     def run(

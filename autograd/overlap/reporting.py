@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pynccl.bindings.values import attribute
+from pynccl.bindings.values import attribute, instance
 from pynccl.comm.observers import observing
 
 from .config import as_config
@@ -159,7 +159,7 @@ def _may_overlap(module: torch.nn.Module) -> bool:
     kind, comm = (attribute(module, name) for name in ("kind", "comm"))
     if kind not in ("column", "row") or attribute(comm, "size") == 1 or attribute(module, "gather_input") is False:
         return False
-    config = as_config("report", module.overlap, kind)
+    config = as_config("overlap.report", module.overlap, kind)
     return not config.method == config.backward.method == "off"
 
 
@@ -176,6 +176,8 @@ def report(model: torch.nn.Module | None = None) -> Iterator[Report]:
            torch.compile has disabled it
 
     Each measurement takes some microseconds. The report shows medians over the calls."""
+    if model is not None:
+        instance(model, torch.nn.Module, "overlap.report: model", "a torch.nn.Module, or None")
     result = Report(model)
     with observing(result):
         yield result

@@ -249,7 +249,7 @@ def _owners(name: str, model: Any) -> Iterable[Any]:
         return model.modules()
     if isinstance(model, Communicator):
         return (model,)
-    raise TypeError(f"{name}: model is {shown(model)}, expected a torch.nn.Module or a communicator")
+    raise TypeError(f"overlap.{name}: model is {shown(model)}, expected a torch.nn.Module or a communicator")
 
 
 def save(path: str | Path) -> None:
@@ -283,10 +283,11 @@ def load(path: str | Path) -> None:
             {name: _record(value) for name, value in content["decisions"].items()} if version == FILE_VERSION else {}
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"load: {path} is not a file of ad.overlap.save(): {shown(error)}") from None
+        raise ValueError(f"overlap.load: {path} is not a file of ad.overlap.save(): {shown(error)}") from None
     if version != FILE_VERSION:
         raise ValueError(
-            f"load: {path} has version {shown(version)}, expected {FILE_VERSION}; run the trials again and save()"
+            f"overlap.load: {path} has version {shown(version)}, expected {FILE_VERSION}; run the trials again and "
+            "save()"
         )
     _loaded.update(found)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from pynccl import Communicator
+from pynccl.bindings.values import shown
 
 from ..arguments import check_call, check_comm
 from ..collective import run
@@ -130,8 +131,9 @@ def weight_grad(g: Tensor, a: Tensor) -> Tensor:
     return g.reshape(-1, g.shape[-1]).t() @ a.reshape(-1, a.shape[-1])
 
 
-def check_input(operation: str, x: Tensor, w: Tensor, comm: Communicator) -> None:
-    """Check that x can be communicated over comm and multiplied with w; the errors name the operation."""
+def check_input(operation: str, x: Tensor, w: Tensor, comm: Communicator, bias: Tensor | None) -> None:
+    """Check that x can be communicated over comm and multiplied with w, and that bias fits; the errors name the
+    operation."""
     if type(comm) is not Communicator:
         check_comm(operation, comm, x=x, w=w)
     check_call(operation, x, comm)
@@ -148,3 +150,16 @@ def check_input(operation: str, x: Tensor, w: Tensor, comm: Communicator) -> Non
         )
     if x.device != w.device:
         raise ValueError(f"{operation}: x is on {x.device}, the weight on {w.device}; move one of them")
+    if bias is None:
+        return
+    if not isinstance(bias, Tensor):
+        raise TypeError(f"{operation}: bias is {shown(bias)}, expected a torch.Tensor, or None")
+    if bias.shape != w.shape[:1]:
+        raise ValueError(
+            f"{operation}: bias has shape {tuple(bias.shape)}, expected {tuple(w.shape[:1])}, the out features of w "
+            f"{tuple(w.shape)}"
+        )
+    if bias.dtype is not w.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise TypeError(f"{operation}: bias is {bias.dtype}, the weight {w.dtype}; pass bias.to({w.dtype})")
+    if bias.device != w.device:
+        raise ValueError(f"{operation}: bias is on {bias.device}, expected {w.device}, the device of w")

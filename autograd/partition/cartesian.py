@@ -43,18 +43,22 @@ class Partition:
 
     @property
     def size(self) -> int:
+        """Number of ranks in the partition."""
         return len(self.ranks)
 
     @property
     def active(self) -> bool:
+        """Whether this rank is in the partition."""
         return self.comm.rank in self.ranks
 
     @property
     def position(self) -> int | None:
+        """Index of this rank in `ranks`; None if inactive."""
         return self.ranks.index(self.comm.rank) if self.active else None
 
     @property
     def coordinates(self) -> tuple[int, ...] | None:
+        """Coordinates of this rank, one per axis; None if inactive."""
         return None if self.position is None else self.coordinates_of(self.position)
 
     def coordinates_of(self, position: int) -> tuple[int, ...]:
@@ -124,11 +128,15 @@ class CartesianPartition(Partition):
         count = math.prod(sizes)
         if not sizes or min(sizes) <= 0:
             raise ValueError(f"CartesianPartition: shape is {sizes}, expected numbers of ranks per axis, each >= 1")
-        members = integers("CartesianPartition", "ranks", range(min(count, comm.size + 1)) if ranks is None else ranks)
-        if len(members) != count or count > comm.size:
+        members = integers("CartesianPartition", "ranks", range(min(count, comm.size)) if ranks is None else ranks)
+        if count > comm.size:
             raise ValueError(
-                f"CartesianPartition: shape {sizes} needs {count} ranks, got {len(members)} of a communicator of "
-                f"{comm.size} ranks; pass a smaller shape, or prod(shape) ranks"
+                f"CartesianPartition: shape {sizes} needs {count} ranks, but the communicator has {comm.size}; pass a "
+                "smaller shape"
+            )
+        if len(members) != count:
+            raise ValueError(
+                f"CartesianPartition: shape {sizes} needs {count} ranks, but ranks has {len(members)}; pass {count}"
             )
         self._set(comm, members, sizes)
 

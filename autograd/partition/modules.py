@@ -57,6 +57,7 @@ class AllSumReduce(torch.nn.Module):
         self.comm = partition.axes_comm(self.axes_reduce) if self.axes_reduce else None
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the sum.   x [..] -> [..]; inactive rank: no elements -> the same"""
         check_call("AllSumReduce", x, self.partition.comm)
         if not self.partition.active and x.numel():
             raise ValueError(
@@ -103,6 +104,7 @@ class _FullTensors(_BetweenPartitions):
     pairs: list[tuple[int, int]]
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return this rank's tensor on P_y.   x [..] on P_x -> [..] on P_y; elsewhere both have no elements"""
         shapes, x = self._shapes(x)
         first: dict[int, int] = {}  # position in P_y -> position in P_x of its first sender
         for source, target in self.pairs:
@@ -173,6 +175,7 @@ class Repartition(_BetweenPartitions):
             )
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return this rank's block on P_y.   x [block on P_x] -> [block on P_y]; elsewhere both have no elements"""
         shapes, x = self._shapes(x)
         x_slices = self._slices_of(shapes)
         y_slices = [even_slices(axis[-1].stop, n) for axis, n in zip(x_slices, self.P_y.shape, strict=True)]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pynccl import Communicator
-from pynccl.bindings.values import integer, shown
+from pynccl.bindings.values import instance, integer, shown
 
 from ..agreement import gathered
 from ..arguments import check_call, type_name
@@ -66,6 +66,7 @@ def check_adjoint(
     tolerance = _tolerance(x, comm, check_tolerance("check_adjoint", tolerance))
     x = x.detach().clone().requires_grad_()
     fx = fn(x)
+    instance(fx, Tensor, "check_adjoint: the output of fn", "a torch.Tensor")
     generator = torch.Generator().manual_seed(seed * 1_000_003 + (0 if replicated else comm.rank + 1))
     drawn = torch.complex128 if fx.is_complex() else torch.float64
     y = torch.randn(fx.shape, generator=generator, dtype=drawn).to(fx)

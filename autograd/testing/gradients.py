@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pynccl import Communicator
+from pynccl.bindings.values import instance
 
 from ..agreement import broadcast_object, gathered
 
@@ -89,6 +90,7 @@ def check_gradients(
     names = [f"input {position}" if len(xs) > 1 else "the input" for position in range(len(xs))]
     check = _Check(comm, samples, step, rtol, atol, seed)
     output = fn(*xs)
+    instance(output, Tensor, "check_gradients: the output of fn", "a torch.Tensor")
 
     w = _random_like(output, seed, 0 if replicated else comm.rank + 1).requires_grad_()
     counted = 0.0 if replicated and comm.rank else 1.0

@@ -104,6 +104,10 @@ ITEMSIZE: tuple[int, ...] = tuple(element.itemsize for element in ELEMENTS)
 
 
 class RedOp(IntEnum):
+    """NCCL's built-in reduction operators, ncclRedOp_t. `op=` accepts them and their names: RedOp.SUM is "sum".
+
+    AVG divides the sum by the number of ranks. For a scaled sum see `Communicator.pre_mul_sum`."""
+
     SUM = 0
     PROD = 1
     MAX = 2

@@ -12,10 +12,13 @@ from .abi import Result
 
 
 class NcclError(RuntimeError):
-    """An NCCL call failed. `.code` is its `Result`."""
+    """An NCCL call failed. `.code` is its `Result`, and `.verdict` names the culprit, if known.
+
+    Most errors leave the communicator unusable: abort() it and create a new one. `shrink` excludes a failed rank."""
 
     code: Result | None = None
     verdict = ""  # the culprit in one sentence, if the flight recorder's files show it
+    _short = ""  # the message to use with a diagnosis, without generic advice
 
 
 class NcclLibraryNotFound(NcclError, ImportError):
@@ -57,7 +60,9 @@ class NcclInProgress(NcclError):
 
 
 class NcclTimeout(NcclError, TimeoutError):
-    """A deadline passed: a rank did not join, or a connection is stalled."""
+    """A deadline passed: a rank did not join, or a connection is stalled.
+
+    Look for the error of the rank that the message names. If it is only slow, pass a longer timeout=."""
 
     code = Result.TIMEOUT
 
@@ -104,11 +109,13 @@ def from_result(code: int, call: str, reason: str, detail: str = "") -> NcclErro
     lines = [f"{call} failed: {reason} ({name})"]
     if detail:
         lines.append(f"  last error: {detail}")
-    setting = code == Result.INVALID_ARGUMENT and "PYNCCL_HOST_" in detail  # the detail says how to fix it
-    if code in _REMEDY and not setting:
+    # NCCL's text for REMOTE_ERROR, "remote process exited or ...", can contradict a diagnosis.
+    short = [f"{call} failed ({name})" if code == Result.REMOTE_ERROR else lines[0], *lines[1:]]
+    explains = code == Result.INVALID_ARGUMENT and "expected" in detail  # the detail says how to fix it
+    if code in _REMEDY and not explains:
         lines.append(f"  {_REMEDY[code]}")
     if code == Result.INVALID_USAGE:
         lines[-1] += _CHECK_IS_ON if os.environ.get("PYNCCL_CHECK", "0") not in ("", "0", "off") else _CHECK_IS_OFF
     error = cls("\n".join(lines))
-    error.code = Result(code) if code in _BY_CODE else None
+    error.code, error._short = Result(code) if code in _BY_CODE else None, "\n".join(short)
     return error

@@ -139,7 +139,17 @@ def load(spec: str | os.PathLike[str] | None = None) -> Library:
     if spec is not None:
         instance(spec, (str, os.PathLike), "spec", "'host', 'nccl', or the path of a libnccl.so.2, a string; or None")
         spec = os.fspath(spec)
-    return _load(spec or os.environ.get("PYNCCL_LIBRARY") or ("nccl" if gpu_count() else "host"))
+    chosen_spec = spec or os.environ.get("PYNCCL_LIBRARY") or ("nccl" if gpu_count() else "host")
+    if chosen_spec in ("host", "nccl"):
+        return _load(chosen_spec)
+    try:
+        return _load(chosen_spec)
+    except (OSError, ValueError) as error:  # ValueError: a NUL, half a surrogate pair
+        source = f"load: {spec!r}" if spec else f"PYNCCL_LIBRARY={chosen_spec}"
+        reason = str(error).removeprefix(f"{chosen_spec}: ")
+        raise NcclLibraryNotFound(
+            f"{source}: {reason}; pass the path of a libnccl.so.2, 'nccl' to search for one, or 'host'"
+        ) from error
 
 
 @functools.cache
@@ -148,14 +158,8 @@ def _load(spec: str) -> Library:
         return _load_host()
     if spec == "nccl":
         return _load_nccl()
-    try:
-        _open_torch_nccl()
-        return _from_cdll(_open(spec), spec, "PYNCCL_LIBRARY")
-    except (OSError, ValueError) as error:  # ValueError: a NUL, half a surrogate pair
-        named = spec if spec.isprintable() else repr(spec)
-        raise NcclLibraryNotFound(
-            f"PYNCCL_LIBRARY={named}: {error}; give the path of a libnccl.so.2, 'nccl' to search for one, or 'host'"
-        ) from error
+    _open_torch_nccl()
+    return _from_cdll(_open(spec), spec, "given path")
 
 
 def _open_torch_nccl() -> None:

@@ -9,12 +9,13 @@ The configs are named tuples because importing `dataclasses` would take an eight
 from __future__ import annotations
 
 import ctypes
+import functools
 from typing import Any, NamedTuple, TypeVar
 
 from . import abi
 from .errors import NcclVersionError
 from .library import Library
-from .values import INT_MAX, INT_MIN, attribute, instance, integer, text
+from .values import INT_MAX, INT_MIN, attribute, did_you_mean, instance, integer, text
 
 Struct = TypeVar("Struct", bound=ctypes.Structure)
 
@@ -22,7 +23,33 @@ Struct = TypeVar("Struct", bound=ctypes.Structure)
 class CommConfig(NamedTuple):
     """Configuration of one communicator: ncclConfig_t. None leaves a field at NCCL's default.
 
-    Fields are NCCL's, in Python spelling. See NCCL's documentation of ncclConfig_t for units and defaults.
+    field                    in NCCL              since  value
+    blocking                 blocking             2.18   bool; False: calls return before they complete
+    cga_cluster_size         cgaClusterSize       2.18   int
+    min_ctas                 minCTAs              2.18   int
+    max_ctas                 maxCTAs              2.18   int
+    net_name                 netName              2.18   str: name of the network plugin
+    split_share              splitShare           2.18   bool
+    traffic_class            trafficClass         2.26   int
+    comm_name                commName             2.27   str: name in messages and traces
+    collnet_enable           collnetEnable        2.27   bool
+    cta_policy               CTAPolicy            2.27   0 default, 1 efficiency, 2 zero CTAs
+    shrink_share             shrinkShare          2.27   bool
+    nvls_ctas                nvlsCTAs             2.27   int
+    n_channels_per_net_peer  nChannelsPerNetPeer  2.28   int
+    nvlink_centric_sched     nvlinkCentricSched   2.28   bool
+    graph_usage_mode         graphUsageMode       2.29   int
+    num_rma_ctx              numRmaCtx            2.29   int: contexts of put_signal and signal
+    max_p2p_peers            maxP2pPeers          2.30   int
+    graph_stream_ordering    graphStreamOrdering  2.30   int
+    launch_order_implicit    launchOrderImplicit  2.31   0 or 1; None: 1 where the library has it
+    num_rma_sig              numRmaSig            2.31   int: signals per context
+    rma_eager_init           rmaEagerInit         2.31   int
+    host_cft_mode            hostCftMode          2.31   1 enable, 2 disable, 3 fallback
+    nvls_host_mode           nvlsHostMode         2.32   0 enable; bits 0, 1: disable parts (ncclNvlsHostMode_t)
+
+    since: the oldest NCCL with the field (2.18: or an earlier one). See NCCL's documentation of ncclConfig_t for units
+    and defaults.
     """
 
     blocking: bool | None = None
@@ -59,7 +86,18 @@ class CommConfig(NamedTuple):
 class CollConfig(NamedTuple):
     """Configuration of one collective call: ncclCollConfig_t (NCCL >= 2.31). None leaves a field at NCCL's default.
 
-    launch_completion_event  a CUDA event (its handle, or an object with .handle), recorded when the kernel is resident
+    field                    in NCCL                since  value
+    min_ctas                 minCTAs                2.31   int
+    max_ctas                 maxCTAs                2.31   int
+    nvls_ctas                nvlsCTAs               2.31   int
+    cga_cluster_size         cgaClusterSize         2.31   int
+    alg_selection            algSelection           2.31   str
+    force_alg_selection      forceAlgSelection      2.31   bool; None: True
+    cta_policy               CTAPolicy              2.31   0 default, 1 efficiency, 2 zero CTAs
+    user_profiler_tag        userProfilerTag        2.31   int; None: 0
+    launch_completion_event  launchCompletionEvent  2.32   a CUDA event (its handle, or an object with .handle)
+
+    launch_completion_event is recorded when the kernel is resident. See NCCL's documentation of ncclCollConfig_t.
     """
 
     min_ctas: int | None = None
@@ -79,6 +117,25 @@ class CollConfig(NamedTuple):
         struct.userProfilerTag = 0
         _fill(struct, self, abi.COLL_CONFIG_SINCE, library)
         return struct
+
+
+def _reject_unknown_fields(kind: Any) -> None:
+    """Make `kind(maxCTAs=1)` name the closest field. A NamedTuple cannot define __new__ itself."""
+    new = kind.__new__
+
+    @functools.wraps(new)
+    def checked(cls: Any, *args: Any, **fields: Any) -> Any:
+        for name in fields:
+            if name not in cls._fields:
+                hint = did_you_mean(name, cls._fields) or f"expected one of {', '.join(cls._fields)}"
+                raise TypeError(f"{cls.__name__} has no field {name!r}; {hint}")
+        return new(cls, *args, **fields)
+
+    kind.__new__ = checked
+
+
+_reject_unknown_fields(CommConfig)
+_reject_unknown_fields(CollConfig)
 
 
 def struct_of(config: Any, kind: type[CommConfig] | type[CollConfig], library: Library, operation: str = "") -> Any:

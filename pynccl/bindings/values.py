@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import numbers
 import operator
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 INT_MIN, INT_MAX = -(1 << 31), (1 << 31) - 1  # int
@@ -18,15 +19,37 @@ _MAX_SECONDS = 1e9  # more means no timeout: threading cannot wait that long
 
 
 def shown(value: Any, how: Callable[[Any], str] = repr) -> str:
-    """Return repr() (or str()) for a message, shortened. Tensors show only their type: their memory may be gone."""
-    kind = type(value)
-    if hasattr(kind, "data_ptr"):
-        return f"a {kind.__module__}.{kind.__name__}"
+    """Return repr() (or str()) for a message, shortened.
+
+    Tensors show only their type, since their memory may be gone, and so do configs, whose repr is long."""
+    if hasattr(type(value), "data_ptr") or hasattr(type(value), "to_struct"):
+        return type_of(value)
     try:
         text = how(value)
     except Exception:  # raised by the user's object
-        text = f"a {kind.__module__}.{kind.__name__}"
+        text = type_of(value)
     return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]}..."
+
+
+def type_of(value: Any) -> str:
+    """Return "a list", "an int", "a torch.Tensor", "None", for messages."""
+    kind = type(value)
+    name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+    return "None" if value is None else f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+
+
+def counted(number: int, noun: str) -> str:
+    """Return "1 rank", "2 ranks", for messages."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def did_you_mean(text: str, names: Collection[str]) -> str:
+    """Return "did you mean NAME?" with the closest of `names`, ignoring case, "_" and "-"; "" if none is close."""
+    import difflib  # only for messages
+
+    by_letters = {name.replace("_", "").lower(): name for name in names}
+    found = difflib.get_close_matches(re.sub("[_-]", "", text.lower()), by_letters, n=1)
+    return f"did you mean {by_letters[found[0]]}?" if found else ""
 
 
 def attribute(value: Any, name: str, default: Any = None) -> Any:
@@ -60,14 +83,14 @@ def listed(values: Any, name: str, expected: str) -> list[Any]:
     raise TypeError(f"{name} is {shown(values)}, expected {expected}")
 
 
-def seconds(timeout: Any, *, zero: bool = False) -> float | None:
+def seconds(timeout: Any, name: str = "timeout", *, zero: bool = False) -> float | None:
     """Return `timeout` in seconds, or None for no timeout (None, or more than 1e9 s). Raises ValueError otherwise.
 
     zero  allow 0: do not wait"""
     real = isinstance(timeout, numbers.Real) and not isinstance(timeout, bool)
     if timeout is not None and not (real and (timeout >= 0 if zero else timeout > 0)):
         bound = ">= 0" if zero else "> 0"
-        raise ValueError(f"timeout is {shown(timeout)}, expected a number of seconds {bound}, or None for no timeout")
+        raise ValueError(f"{name} is {shown(timeout)}, expected a number of seconds {bound}, or None for no timeout")
     return None if timeout is None or timeout >= _MAX_SECONDS else float(timeout)
 
 

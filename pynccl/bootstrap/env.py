@@ -20,11 +20,10 @@ from .master_store import LaunchEnv, open_store
 from .rendezvous import Rendezvous
 
 _SERVER = "the process that serves it (rank 0, or torchrun's agent)"
-_DUPLICATE_HINT = "every process needs its own RANK, and must call from_env as often as the others"
+_DUPLICATE_HINT = "every process needs its own RANK, and must call pynccl.init as often as the others"
 
 
-@bootstrap
-def from_env(
+def init(
     *,
     device: Any = None,
     config: CommConfig | None = None,
@@ -61,6 +60,10 @@ def from_env(
             atexit.unregister(_keep_store_alive)
             atexit.register(_keep_store_alive)
         raise
+
+
+from_env = init  # Communicator.from_env
+bootstrap(from_env, "from_env")
 
 
 def _keep_store_alive() -> None:

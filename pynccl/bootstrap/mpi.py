@@ -34,8 +34,10 @@ def from_mpi(
     timeout  seconds for the MPI exchange and NCCL's init together. The exchange has no deadline without
              MPI_THREAD_MULTIPLE, which mpi4py requests by default.
     """
-    from mpi4py import MPI
-
+    try:
+        from mpi4py import MPI
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"from_mpi: {error}; install mpi4py", name=error.name) from None
     clock = Clock(timeout)
     mpi_comm = MPI.COMM_WORLD if mpi_comm is None else mpi_comm
     needed = ("Get_rank", "Get_size", "Split_type", "allgather")

@@ -53,8 +53,8 @@ def from_store(
     Raises the same errors as `from_env`.
     """
     clock = Clock(timeout)
-    check_rank_of(rank, nranks)
-    methods(store, ("add", "get", "set", "check"), "store", "a torch.distributed store, such as TCPStore")
+    check_rank_of(rank, nranks, "from_store")
+    methods(store, ("add", "get", "set", "check"), "from_store: store", "a torch.distributed store, such as TCPStore")
     rendezvous = Rendezvous(store, rank, nranks, clock, _SERVER, _DUPLICATE_HINT)
     return init_at(rendezvous, library, device, local_rank, config)
 
@@ -157,7 +157,7 @@ def from_file(
     `path`.UID.watch, which is removed when the job exits cleanly, or by the next run.
     """
     clock = Clock(timeout)
-    check_rank_of(rank, nranks)
+    check_rank_of(rank, nranks, "from_file")
     instance(path, (str, bytes, os.PathLike), "from_file: path", "the path of a file, a string")
     path = os.fsdecode(path)
     store = _file_store(path, clock)

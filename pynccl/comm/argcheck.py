@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..bindings.abi import ITEMSIZE, DataType
-from ..bindings.values import integer
+from ..bindings.values import counted, integer
 from ..interop.buffers import ANY_DEVICE, CPU, TORCH, Adapter, adapter, adapters, device_name, tensor_types
 from ..interop.streams import stream_handle
 from ..interop.tensors import check_not_in_graph
@@ -19,7 +19,8 @@ def check_rank(name: str, rank: Any, nranks: int, expected: str = "") -> int:
     """Return `rank` as an int. ValueError (`name is rank, expected ...`) if it is not in 0..nranks-1."""
     if type(rank) is int and 0 <= rank < nranks:
         return rank
-    return integer(rank, name, 0, nranks - 1, expected or f"a rank in 0..{nranks - 1}")
+    only = "0, the only rank" if nranks == 1 else f"a rank in 0..{nranks - 1}"
+    return integer(rank, name, 0, nranks - 1, expected or only)
 
 
 def check_buffer(comm: Comm, operation: str, role: str, x: Any, stream: Any) -> tuple[int, int, int, int]:
@@ -79,12 +80,12 @@ def check_recv(comm: Comm, operation: str, recv: Any, expected: int, dtype: int,
         _check_device(comm, operation, "recv", device)
     if found != expected:
         raise ValueError(
-            f"{operation}: recv has {found} elements, expected {expected} for send of {count} on {comm.size} ranks"
+            f"{operation}: recv has {counted(found, 'element')}, expected {expected} for send of {count} on "
+            f"{counted(comm.size, 'rank')}"
         )
     if recv_dtype != dtype:
-        raise ValueError(
-            f"{operation}: send is {DataType(dtype).name}, recv is {DataType(recv_dtype).name}; they must be equal"
-        )
+        names = (DataType(code).name.lower() for code in (dtype, recv_dtype))
+        raise ValueError(f"{operation}: send is {next(names)}, recv is {next(names)}; convert one of them")
     return recv_ptr
 
 

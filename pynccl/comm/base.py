@@ -172,7 +172,7 @@ class Comm(Shared):
                 raise NcclTimeout(self._late)
             raise NcclInvalidUsage(
                 f"this communicator (rank {self.rank} of {self.size} on {self.device}) was {self._end}; "
-                "make a new one with Communicator.init"
+                "make a new one with pynccl.init or pynccl.init_all"
             )
 
     def async_error(self) -> Result:
@@ -284,9 +284,11 @@ def explained(error: NcclError, track: Track | None) -> NcclError:
         return error
     if not text:
         return error
-    first, *rest = str(error).splitlines()
-    diagnosed = type(error)("\n".join([first, *(f"  {line}" for line in text.splitlines()), *rest]))
-    diagnosed.code, diagnosed.verdict = error.code, text.partition("\n")[0]
+    verdict, *others = text.splitlines()
+    lines = [verdict, *(line for line in others if line not in verdict)]
+    first, *rest = (error._short or str(error)).splitlines()  # the diagnosis replaces generic advice
+    diagnosed = type(error)("\n".join([first, *(f"  {line}" for line in lines), *rest]))
+    diagnosed.code, diagnosed.verdict = error.code, verdict
     return diagnosed
 
 

@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import Any
 
 from ..bindings.abi import ITEMSIZE, DataType
-from ..bindings.values import integers, listed
+from ..bindings.values import integers, listed, shown
 from ..interop.buffers import Buffer, adapter
 from .argcheck import check_buffer, check_rank, check_recv, check_writable
 from .base import Comm
@@ -179,10 +179,12 @@ def gather_v(
 
 def _counts(comm: Comm, operation: str, role: str, counts: Sequence[int]) -> list[int]:
     """Return `counts` as ints. ValueError unless there is one valid number of elements per rank."""
-    values = listed(counts, f"{operation}: {role}", f"{comm.size} numbers of elements >= 0")
+    values = listed(counts, f"{operation}: {role}", f"a list of 1 count per rank ({comm.size} in all)")
     if len(values) != comm.size:
-        raise ValueError(f"{operation}: {role} is {values}, expected {comm.size} numbers of elements >= 0")
-    expected = f"{comm.size} numbers of elements >= 0, below 2**63 bytes"
+        raise ValueError(
+            f"{operation}: {role} is {shown(values)}, expected 1 count per rank ({comm.size} in all), got {len(values)}"
+        )
+    expected = f"1 count per rank ({comm.size} in all), each >= 0 and below 2**63 bytes"
     return integers(values, f"{operation}: {role}", expected, 0, _MAX_COUNT)
 
 

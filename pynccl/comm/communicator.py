@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from ..bindings.abi import DataType, MemStat, RedOp, Result, UniqueId
 from ..bindings.library import Library, chosen, gpu_count
 from ..bindings.structs import CommConfig
-from ..bindings.values import integer, seconds
+from ..bindings.values import counted, integer, seconds, shown
 from ..interop.devices import device_ordinal
 from ..watch import watchdog
 from ..watch.recorder import recorder
@@ -30,9 +30,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 _bootstrap: dict[str, Callable[..., Communicator]] = {}
 
 
-def bootstrap(function: Function) -> Function:
+def bootstrap(function: Function, name: str = "") -> Function:
     """Register a function of `pynccl.bootstrap`: Communicator.from_env calls its from_env. (It imports this module.)"""
-    _bootstrap[function.__name__] = function
+    _bootstrap[name or function.__name__] = function
     return function
 
 
@@ -91,15 +91,16 @@ class Communicator(Comm):
 
         Raises ValueError for bad arguments, NcclTimeout if a rank never joins, NcclSystemError without a driver.
         """
-        rank, nranks = creation.check_rank_of(rank, nranks)
-        timeout = seconds(timeout)
+        rank, nranks = creation.check_rank_of(rank, nranks, "Communicator.init")
+        timeout = seconds(timeout, "Communicator.init: timeout")
         recorder()
         values = unique_id if isinstance(unique_id, (list, tuple)) else [unique_id]
-        ids = [creation.as_unique_id(value) for value in values]
+        ids = [creation.as_unique_id(value, "Communicator.init: unique_id") for value in values]
         if not 1 <= len(ids) <= nranks:
-            raise ValueError(f"unique_id is a list of {len(ids)} ids, expected 1 to {nranks} for {nranks} ranks")
+            found, ranks = counted(len(ids), "id"), counted(nranks, "rank")
+            raise ValueError(f"Communicator.init: unique_id is a list of {found}, expected 1 to {nranks} for {ranks}")
         library = chosen(library)
-        ordinal = creation.choose_device(library, device)
+        ordinal = creation.choose_device(library, device, "Communicator.init: device")
         with creation.recorded_init(uid_of(*map(bytes, ids)), rank, nranks, library, config, "init") as track:
             handle = creation.comm_init_rank(library, nranks, ids, rank, ordinal, config, timeout)
         return cls(handle, library, timeout, config, track)
@@ -120,11 +121,14 @@ class Communicator(Comm):
         if devices is None:
             devices = 1 if library.is_host else gpu_count()
         if isinstance(devices, Sequence) and not isinstance(devices, (str, bytes, bytearray)):
-            ordinals = [device_ordinal(device, "devices: device") for device in devices]
+            for device in devices:
+                creation.check_device_kind(library, device, "init_all: device")
+            ordinals = [device_ordinal(device, "init_all: device") for device in devices]
         else:
-            ordinals = list(range(integer(devices, "devices", 0, _MAX_DEVICES, "a number of devices, or a list")))
-        if not ordinals:
-            raise ValueError(f"devices is {devices!r}, expected at least one")
+            expected = "a number of devices, or a list"
+            ordinals = list(range(integer(devices, "init_all: devices", 0, _MAX_DEVICES, expected)))
+        if not ordinals or len(set(ordinals)) < len(ordinals):
+            raise ValueError(f"init_all: devices is {shown(devices)}, expected one or more, each once")
         known = Identity(uid_of(), "world", "")
         return [cls(handle, library, track=known) for handle in creation.comm_init_all(library, ordinals)]
 
@@ -141,42 +145,45 @@ class Communicator(Comm):
     ) -> Self:
         """Join, as new rank `rank`, a communicator that its members `grow` to `nranks` ranks (NCCL >= 2.29).
 
-        unique_id  from grow_id() on a member. For the other arguments see `init`.
+        Collective: all new ranks call it while all members call grow().
+
+        unique_id  from grow_id() on a member. For the other arguments and the errors see `init`.
         """
-        rank, nranks = creation.check_rank_of(rank, nranks)
-        timeout = seconds(timeout)
+        rank, nranks = creation.check_rank_of(rank, nranks, "join_grown")
+        timeout = seconds(timeout, "join_grown: timeout")
         library = chosen(library)
         recorder()
-        ordinal = creation.choose_device(library, device)
+        ordinal = creation.choose_device(library, device, "join_grown: device")
         struct = creation.make_struct(config, library)
-        identity = creation.as_unique_id(unique_id)
+        identity = creation.as_unique_id(unique_id, "join_grown: unique_id")
         with creation.recorded_init(uid_of(bytes(identity)), rank, nranks, library, config, "init") as track:
             handle = creation.comm_grow(library, 0, nranks, identity, rank, ordinal, struct, timeout)
         return cls(handle, library, timeout, config, track)
 
     @classmethod
     def from_env(cls, **options: Any) -> Communicator:
-        """Create the communicator of all ranks of a torchrun launch: see `bootstrap.from_env`."""
+        """Create the communicator of all ranks of a torchrun launch: see help(pynccl.init)."""
         return _bootstrap["from_env"](**options)
 
     @classmethod
     def from_store(cls, store: Any, rank: int, nranks: int, **options: Any) -> Communicator:
-        """Create the communicator of ranks that share a torch.distributed store: see `bootstrap.from_store`."""
+        """Create the communicator of ranks that share a torch.distributed store: see help(pynccl.from_store)."""
         return _bootstrap["from_store"](store, rank, nranks, **options)
 
     @classmethod
     def from_file(cls, path: str, rank: int, nranks: int, **options: Any) -> Communicator:
-        """Create the communicator of ranks that share a file system: see `bootstrap.from_file`."""
+        """Create the communicator of ranks that share a file system: see help(pynccl.from_file)."""
         return _bootstrap["from_file"](path, rank, nranks, **options)
 
     @classmethod
     def from_process_group(cls, group: Any = None, **options: Any) -> Communicator:
-        """Create the communicator of a torch.distributed process group: see `bootstrap.from_process_group`."""
+        """Create the communicator of a torch.distributed process group: see
+        help(pynccl.bootstrap.from_process_group)."""
         return _bootstrap["from_process_group"](group, **options)
 
     @classmethod
     def from_mpi(cls, mpi_comm: Any = None, **options: Any) -> Communicator:
-        """Create the communicator of an mpi4py communicator: see `bootstrap.from_mpi`."""
+        """Create the communicator of an mpi4py communicator: see help(pynccl.bootstrap.from_mpi)."""
         return _bootstrap["from_mpi"](mpi_comm, **options)
 
     # Derived communicators: init.py
@@ -227,7 +234,10 @@ class Communicator(Comm):
         return stats
 
     def revoke(self) -> None:
-        """Fail the operations in flight on this rank and reject new ones, so that all can shrink() (NCCL >= 2.28)."""
+        """Fail the operations in flight on this rank and reject new ones, so that all can shrink() (NCCL >= 2.28).
+
+        Not collective, but each rank that will shrink() must call it. Raises NcclTimeout if the operations do not end
+        in time."""
         self._status("ncclCommRevoke", 0)
         self._finalized = True  # nothing is left to flush, and ncclCommFinalize would fail
         # The revoke completes asynchronously; until then, shrink, split and destroy are invalid. The result code is
@@ -235,13 +245,15 @@ class Communicator(Comm):
         wait_nonblocking(self.library, self.handle, Result.IN_PROGRESS, self.timeout, "ncclCommRevoke")
 
     def suspend(self) -> None:
-        """Release NCCL's dynamic memory until resume(). No operation can run in between (NCCL >= 2.29)."""
+        """Release NCCL's dynamic memory until resume(). No operation can run in between (NCCL >= 2.29).
+
+        Not collective, but all ranks must resume() before the next operation. Raises NcclError if NCCL rejects it."""
         self.check_alive()
         with self._lock, self._recorded("suspend", weight=0):
             self._status("ncclCommSuspend", 1)
 
     def resume(self) -> None:
-        """Reallocate the memory that suspend() released."""
+        """Reallocate the memory that suspend() released. Raises NcclError, for example if memory is exhausted."""
         self.check_alive()
         with self._lock, self._recorded("resume", weight=0):
             self._status("ncclCommResume")
@@ -249,7 +261,8 @@ class Communicator(Comm):
     def register(self, buf: Any) -> Registration:
         """Register a buffer for zero-copy transfers (NCCL >= 2.19) and return the `Registration`.
 
-        close() it, or use it as a context manager."""
+        Not collective. close() it, or use it as a context manager. Raises TypeError or ValueError for a bad buffer,
+        NcclError if NCCL rejects it."""
         return Registration(self, buf)
 
     def window(self, buf: Any, *, flags: int | None = None) -> Window:
@@ -276,7 +289,10 @@ class Communicator(Comm):
         return PreMulSum(self, scalar, dtype)
 
     def barrier(self) -> None:
-        """Block the caller until every rank has called it. Raises NcclInvalidUsage during CUDA graph capture."""
+        """Block the caller until every rank has called it.
+
+        Collective: every rank must call it. Raises NcclInvalidUsage during CUDA graph capture, and NcclRemoteError if
+        a rank has failed."""
         self.check_alive()
         check_not_capturing(self.library, "barrier()", "Call it before the capture or after it")
         if self.checking:

@@ -28,7 +28,7 @@ def call_with_deadline(timeout: float | None, call: Callable[[], T], library: Li
     clock = Clock(timeout)
 
     def timeout_error() -> NcclTimeout:
-        text = f"{what} did not return within {clock.waited():.0f} s (timeout={timeout:g})"
+        text = f"{what} did not return within {clock.seconds()} (timeout={timeout:g})"
         advice = "a rank is missing or unreachable: were all ranks started, with the same world size and id?"
         return _timeout(text, library.last_error(), advice)
 

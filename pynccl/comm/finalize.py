@@ -64,7 +64,10 @@ class ReleasedHandle:
 
 
 def finalize(self: Comm) -> None:
-    """Wait for the operations in flight (ncclCommFinalize). Afterwards only destroy() is valid."""
+    """Wait for the operations in flight (ncclCommFinalize). Afterwards only destroy() is valid.
+
+    Every rank should call it. Raises NcclTimeout after `Communicator.timeout` seconds, NcclRemoteError if a rank has
+    failed."""
     self.check_alive()
     with self._lock, self._recorded("finalize", weight=0):
         _flush(self, self.handle)

@@ -11,7 +11,7 @@ from ..bindings.abi import CONFIG_SINCE, SPLIT_NOCOLOR, UNIQUE_ID_BYTES, Config,
 from ..bindings.errors import NcclError, NcclTimeout
 from ..bindings.library import Library, chosen
 from ..bindings.structs import CommConfig, struct_of
-from ..bindings.values import INT_MAX, INT_MIN, integer, listed
+from ..bindings.values import INT_MAX, INT_MIN, counted, integer, listed, shown, type_of
 from ..interop.devices import current_device, device_ordinal, on_device
 from ..watch import watchdog
 from ..watch.track import Identity, new_track
@@ -94,7 +94,8 @@ def shrink(self: Self, exclude: Sequence[int], *, abort: bool = False, config: C
 def grow_id(self: Comm) -> UniqueId:
     """Return the id for one `grow` of this communicator (NCCL >= 2.29).
 
-    Pass it to join_grown() on the new ranks, and to grow() on this rank."""
+    Not collective: one member calls it, passes the id to grow(), and sends it to the new ranks for join_grown().
+    Raises NcclVersionError with an older NCCL, NcclInvalidUsage on a closed communicator."""
     unique_id = UniqueId()
     with self._lock:
         self._status("ncclCommGetUniqueId", ctypes.byref(unique_id))
@@ -111,10 +112,10 @@ def grow(
     unique_id  the id from grow_id(), on the rank that called it; None on the other members
     config     a `CommConfig`; None: this communicator's configuration
     """
-    more = f"more than the {self.size} existing ranks, up to {INT_MAX}"
+    more = f"more than the {counted(self.size, 'existing rank')}, up to {INT_MAX}"
     nranks = integer(nranks, "grow: nranks", self.size + 1, INT_MAX, more)
     struct = make_struct(config, self.library, "grow")
-    identity = None if unique_id is None else as_unique_id(unique_id)
+    identity = None if unique_id is None else as_unique_id(unique_id, "grow: unique_id")
     self.check_alive()
     with self._lock, self._recorded("grow", weight=0, detail=f"nranks={nranks}"):
         handle = comm_grow(self.library, self.handle, nranks, identity, -1, self._own_ordinal(), struct, self.timeout)
@@ -317,39 +318,49 @@ def comm_grow(
     return make(library, call, f"ncclCommGrow(nranks={nranks}, rank={rank})", ordinal, timeout, comm)
 
 
-def as_unique_id(unique_id: Any) -> UniqueId:
+def as_unique_id(unique_id: Any, name: str) -> UniqueId:
     """Convert an id from get_unique_id(), or its bytes, to `UniqueId`."""
     if isinstance(unique_id, UniqueId):
         return unique_id
     if isinstance(unique_id, (bytes, bytearray)) and len(unique_id) == UNIQUE_ID_BYTES:
         return UniqueId.from_buffer_copy(unique_id)
+    if isinstance(unique_id, (bytes, bytearray)):
+        found = counted(len(unique_id), "byte")
+        raise ValueError(f"{name} has {found}, expected {UNIQUE_ID_BYTES}, as returned by get_unique_id()")
     raise ValueError(
-        f"unique_id is {type(unique_id).__name__}"
-        + (f" of {len(unique_id)} bytes" if isinstance(unique_id, (bytes, bytearray)) else "")
-        + f", expected an id from get_unique_id(), or its {UNIQUE_ID_BYTES} bytes"
+        f"{name} is {type_of(unique_id)}, expected an id from get_unique_id(), or its {UNIQUE_ID_BYTES} bytes"
     )
 
 
-def check_rank_of(rank: Any, nranks: Any) -> tuple[int, int]:
+def check_rank_of(rank: Any, nranks: Any, operation: str) -> tuple[int, int]:
     """Return both as ints. ValueError unless 0 <= rank < nranks."""
-    nranks = integer(nranks, "nranks", 1, INT_MAX, f"a number of ranks >= 1, up to {INT_MAX}")
-    return check_rank("rank", rank, nranks, f"0..{nranks - 1} for {nranks} ranks"), nranks
+    nranks = integer(nranks, f"{operation}: nranks", 1, INT_MAX, f"a number of ranks >= 1, up to {INT_MAX}")
+    expected = f"0..{nranks - 1} for {nranks} ranks" if nranks > 1 else ""
+    return check_rank(f"{operation}: rank", rank, nranks, expected), nranks
 
 
-def choose_device(library: Library, device: Any) -> int | None:
+def check_device_kind(library: Library, device: Any, name: str) -> None:
+    """Raise ValueError for a GPU with the host library, or for the CPU with another one."""
+    check_enabled()  # raise for a bad PYNCCL_CHECK before a communicator exists
+    cpu = str(device).startswith("cpu")
+    if library.is_host and device is not None and not isinstance(device, int) and not cpu:
+        raise ValueError(
+            f"{name} is {shown(device)}, but the host library works on the CPU; pass device=None, or unset "
+            "PYNCCL_LIBRARY on a machine with a GPU"
+        )
+    if cpu and not library.is_host:
+        raise ValueError(
+            f"{name} is {shown(device)}, but {library.path} works on GPUs; set PYNCCL_LIBRARY=host for the CPU"
+        )
+
+
+def choose_device(library: Library, device: Any, name: str = "device") -> int | None:
     """Return the CUDA ordinal for a new communicator; None with the host library.
 
     The caller's current device does not change, as with ncclCommInitAll and torch's process groups."""
-    check_enabled()  # raise for a bad PYNCCL_CHECK before a communicator exists
+    check_device_kind(library, device, name)
     if library.is_host:
-        if device is not None and not isinstance(device, int) and not str(device).startswith("cpu"):
-            raise ValueError(
-                f"device is {device!r}, but the host library works on the CPU; pass device=None, or unset "
-                "PYNCCL_LIBRARY on a machine with a GPU"
-            )
         return None
-    if device is not None and str(device).startswith("cpu"):
-        raise ValueError(f"device is {device!r}, but {library.path} works on GPUs; set PYNCCL_LIBRARY=host for the CPU")
-    ordinal = current_device() if device is None else device_ordinal(device)
+    ordinal = current_device() if device is None else device_ordinal(device, name)
     with on_device(ordinal):  # raise for a bad device here, not later in the worker thread
         return ordinal

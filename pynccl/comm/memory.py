@@ -120,7 +120,7 @@ def mem_alloc(
     Returns a `Memory`. Raises NcclError if memory is exhausted, TypeError or ValueError for a bad shape.
     """
     library = chosen(library)
-    kind = data_type(dtype)
+    kind = data_type(dtype, "mem_alloc: ")
     try:
         value: Any = shape
         single = attribute(value, "__index__") is not None and not attribute(value, "ndim")

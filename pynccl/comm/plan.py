@@ -11,13 +11,14 @@ passes, so a launch converts nothing.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from ..bindings.library import without_argtypes
 from ..bindings.resource import Shared
-from ..bindings.values import attribute, listed, shown
+from ..bindings.values import attribute, did_you_mean, listed, shown
 from ..interop.streams import stream_handle
 from ..watch import layout
 from ..watch.frames import user_site
@@ -32,7 +33,7 @@ from .redop import free_unused
 Prepared = tuple[Callable[..., int], tuple[Any, ...]]  # C function without argtypes, its arguments as C values
 
 
-class Plan(Protocol):
+class Plan(ABC):
     """A prepared operation or group of operations, made by `comm.plan`.
 
     plan()        launch it on the stream that was passed, or was current, when the plan was made
@@ -48,7 +49,9 @@ class Plan(Protocol):
     prepared: tuple[Prepared, ...]  # the same calls, converted to C
     recv: Any
 
-    def __call__(self, stream: Any = None) -> None: ...
+    @abstractmethod
+    def __call__(self, stream: Any = None) -> None:
+        """Launch it.   stream: None: the stream of the plan"""
 
 
 def _plan_one(call: Call) -> Plan:
@@ -155,7 +158,8 @@ class Planner(Shared):
     def __getattr__(self, operation: str) -> Callable[..., Plan]:
         # Only these names: to record a method means to run it, and comm.plan.destroy() would destroy the communicator.
         if operation not in _OPERATIONS:
-            raise AttributeError(f"{operation!r} is not an operation that can be planned; use all_reduce, send, ...")
+            hint = did_you_mean(operation, _OPERATIONS) or "use all_reduce, send, ..."
+            raise AttributeError(f"comm.plan has no operation {operation!r}; {hint}")
         return partial(_record, getattr(self._comm, operation))
 
     def group(self, plans: Iterable[Plan]) -> Plan:

@@ -68,8 +68,9 @@ class PreMulSum(Resource, Shared):
         if isinstance(scalar, (int, float)):
             if dtype is None:
                 raise TypeError("pre_mul_sum: a Python number needs dtype=, the data type of the buffers")
-            keep = _host_scalar(scalar, data_type(dtype))
-            pointer, code, residence = keep.data_ptr(), int(data_type(dtype)), ScalarResidence.HOST_IMMEDIATE
+            kind_of_all = data_type(dtype, "pre_mul_sum: ")
+            keep = _host_scalar(scalar, kind_of_all)
+            pointer, code, residence = keep.data_ptr(), int(kind_of_all), ScalarResidence.HOST_IMMEDIATE
         else:
             keep = scalar
             kind = adapter(scalar, "pre_mul_sum", "scalar")
@@ -80,10 +81,9 @@ class PreMulSum(Resource, Shared):
                 raise ValueError(
                     f"pre_mul_sum: scalar has {count} elements on {device_name(device)}, expected 1 on {comm.device}"
                 )
-            if dtype is not None and data_type(dtype) != code:
-                raise ValueError(
-                    f"pre_mul_sum: scalar is {DataType(code).name}, but dtype is {data_type(dtype).name}; omit dtype"
-                )
+            if dtype is not None and (wanted := data_type(dtype, "pre_mul_sum: ")) != code:
+                names = (each.name.lower() for each in (DataType(code), wanted))
+                raise ValueError(f"pre_mul_sum: scalar is {next(names)}, but dtype is {next(names)}; omit dtype")
             residence = ScalarResidence.DEVICE if device == comm.ordinal else ScalarResidence.HOST_IMMEDIATE
         free_unused(comm)
         self.comm, self.dtype = comm, DataType(code)
@@ -121,8 +121,8 @@ class PreMulSum(Resource, Shared):
             )
         if self.dtype != dtype:
             raise ValueError(
-                f"{operation}: op was made for {self.dtype.name}, the buffers are {DataType(dtype).name}; make one "
-                f"with pre_mul_sum(scalar, {DataType(dtype).name.lower()!r})"
+                f"{operation}: op was made for {self.dtype.name.lower()}, the buffers are "
+                f"{DataType(dtype).name.lower()}; make one with pre_mul_sum(scalar, {DataType(dtype).name.lower()!r})"
             )
         return code
 
@@ -148,10 +148,10 @@ def _host_scalar(scalar: float, dtype: DataType) -> Any:
         element = torch.tensor([float(scalar) if torch_dtype.is_floating_point else scalar]).to(torch_dtype)
     except (ValueError, RuntimeError, OverflowError):  # an integer that is too large
         raise ValueError(
-            f"pre_mul_sum: scalar is {shown(scalar)}, out of range for {dtype.name}; pass a smaller one"
+            f"pre_mul_sum: scalar is {shown(scalar)}, out of range for {dtype.name.lower()}; pass a smaller one"
         ) from None
     if not element.dtype.is_floating_point and element.item() != scalar:
         raise ValueError(
-            f"pre_mul_sum: scalar {scalar} would become {element.item()} as {dtype.name}; pass an exact value"
+            f"pre_mul_sum: scalar {scalar} would become {element.item()} as {dtype.name.lower()}; pass an exact value"
         )
     return element

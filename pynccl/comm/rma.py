@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..bindings.abi import ITEMSIZE, WaitSignalDesc
-from ..bindings.values import INT_MAX, SIZE_MAX, integer
+from ..bindings.values import INT_MAX, SIZE_MAX, instance, integer
 from ..interop.streams import stream_handle
 from .argcheck import check_buffer, check_rank
 from .base import Comm
@@ -41,6 +41,7 @@ def put_signal(
     operation has run. Raises ValueError if buf does not fit into the window, before anything is launched.
     """
     peer = check_rank("put_signal: peer", peer, self.size)
+    instance(window, Window, "put_signal: window", "a pynccl.Window; pass comm.window(buf)")
     pointer, count, dtype, stream = check_buffer(self, "put_signal", "buf", buf, stream)
     nbytes = count * ITEMSIZE[dtype]
     offset = integer(offset, "put_signal: offset", -SIZE_MAX, SIZE_MAX)

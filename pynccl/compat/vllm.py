@@ -109,7 +109,7 @@ class PyNcclCommunicator:
             raise ValueError(
                 f"unique_id_bytes: expected {NCCL_UNIQUE_ID_BYTES} bytes, got {len(unique_id_bytes)} bytes"
             )
-        rank, world_size = check_rank_of(rank, world_size)
+        rank, world_size = check_rank_of(rank, world_size, "from_unique_id_bytes")
         self = cls.__new__(cls)
         self._prepare(None, rank, world_size)
         if world_size == 1 or _disabled_by_env():

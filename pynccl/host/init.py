@@ -22,7 +22,7 @@ from .exports import export
 from .failure import HostFailure, TransportFailure, invalid_argument, invalid_usage, last_error, system_error
 from .interfaces import is_single_node
 from .rendezvous import Rendezvous, rendezvous_of
-from .sharing import agree
+from .sharing import agree, requested_transport
 from .store import Store
 
 INIT_TIMEOUT_VARIABLE = "PYNCCL_HOST_INIT_TIMEOUT"
@@ -147,10 +147,11 @@ def _join(newcomm: Any, nranks: int, unique_id: bytes, rank: int, config: Any) -
 
 
 def _init_rank(comm: Comm, unique_id: bytes) -> None:
+    timeout = seconds(INIT_TIMEOUT_VARIABLE)
     if comm.size == 1:
+        requested_transport()  # raise for an invalid value; with more ranks, `agree` raises on all of them
         comm.initialized = True
         return
-    timeout = seconds(INIT_TIMEOUT_VARIABLE)
     _join_and_connect(comm, rendezvous_of(unique_id, timeout), timeout, "ncclCommInitRank")
 
 
@@ -182,6 +183,8 @@ def ncclCommInitRankScalable(newcomm: Any, nranks: int, rank: int, count: int, i
 def ncclCommInitAll(comms: Any, ndev: int, devlist: Any) -> None:
     devices = [devlist[i] for i in range(ndev)] if devlist else list(range(ndev))
     check_devices(devices)
+    seconds(INIT_TIMEOUT_VARIABLE)  # raise for invalid values, although nothing here uses the timeout
+    requested_transport()
     members = [Comm(rank, ndev, device) for rank, device in enumerate(devices)]
     try:
         place = Rendezvous(Store(), "all")

@@ -161,7 +161,7 @@ class HostEvent(Shared):
     def elapsed_time(self, end: HostEvent) -> float:
         """Return the milliseconds from this event to `end`. Both must be recorded and completed."""
         if not isinstance(end, HostEvent):
-            raise TypeError(f"elapsed_time: end is a {type(end).__name__}, expected an event of the host library")
+            raise TypeError(f"elapsed_time: end is of type {type(end).__name__}, expected an event of the host library")
         if self._completion is None or end._completion is None or not (self.query() and end.query()):
             raise ValueError("elapsed_time: both events must be recorded and completed; call synchronize() first")
         return (end._completion.moment - self._completion.moment) * 1e3
@@ -180,7 +180,7 @@ class _Stream(Shared):
         """Record `event`, or a new event, after all work queued so far. Return it."""
         if event is not None and not isinstance(event, HostEvent):
             raise TypeError(
-                f"record: event is a {type(event).__name__}, expected a host event from pynccl.create_event(), or None "
+                f"record: event is of type {type(event).__name__}, expected a host event from create_event(), or None "
                 "for a new event"
             )
         return (event or HostEvent()).record(self)
@@ -189,7 +189,7 @@ class _Stream(Shared):
         """Make later work wait for an event, or for another stream's queued work. The caller's stream blocks."""
         if not isinstance(other, (HostEvent, _Stream)):
             raise TypeError(
-                f"wait: event is a {type(other).__name__}, expected a host event or stream, from "
+                f"wait: event is of type {type(other).__name__}, expected a host event or stream, from "
                 "pynccl.create_event() or pynccl.create_stream()"
             )
         (other if isinstance(other, HostEvent) else other.record()).wait(self)
@@ -275,7 +275,7 @@ def find(stream: _Stream | int | None) -> HostStream | None:
         return None
     if not isinstance(stream, int):
         raise TypeError(
-            f"stream is a {type(stream).__name__}, expected a stream from pynccl.create_stream(), or its handle"
+            f"stream is of type {type(stream).__name__}, expected one from pynccl.create_stream(), or its handle"
         )
     found = _streams.get(stream)
     if found is None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ..bindings.abi import ELEMENTS, ITEMSIZE, DataType, RedOp
-from ..bindings.values import SIZE_MAX, attribute, integer, shown
+from ..bindings.values import SIZE_MAX, attribute, integer, shown, type_of
 from . import dlpack
 from .tensors import is_wrapper, negative_bit_error, why_no_memory
 
@@ -38,10 +38,10 @@ _REMEDIES: dict[str, str] = {
 }
 
 
-def data_type(dtype: Any) -> DataType:
+def data_type(dtype: Any, operation: str = "") -> DataType:
     """Return the `DataType` of a torch or NumPy dtype, a name such as "bfloat16", or a `DataType`.
 
-    Raises TypeError with a remedy for a type that NCCL does not have."""
+    Raises TypeError with a remedy for a type that NCCL does not have.   operation: "mem_alloc: ", for the message"""
     if isinstance(dtype, DataType):
         return dtype
     try:
@@ -56,9 +56,11 @@ def data_type(dtype: Any) -> DataType:
     text = shown(dtype, str) or "''"
     name = attribute(dtype, "name") or attribute(dtype, "__name__") or text.removeprefix("torch.")
     found = _BY_NAME.get(name) if isinstance(name, str) else None
+    if found is None and isinstance(dtype, str):
+        raise TypeError(f"{operation}dtype is {shown(dtype)}, expected one of {', '.join(sorted(_BY_NAME))}")
     if found is None:
         remedy = next((hint for part, hint in _REMEDIES.items() if part in str(name)), "convert it")
-        raise TypeError(f"{text} has no NCCL data type; NCCL knows {', '.join(sorted(_BY_NAME))}: {remedy}")
+        raise TypeError(f"{operation}{text} has no NCCL data type; NCCL knows {', '.join(sorted(_BY_NAME))}: {remedy}")
     if type(dtype).__module__.partition(".")[0] in ("numpy", "torch", "builtins"):  # types with a reliable __eq__
         _KNOWN[type(dtype), dtype] = found
     return found
@@ -289,7 +291,7 @@ def adapter(x: Any, operation: str = "", role: str = "") -> Adapter:
             found = adapters[type(x)] = _choose(x)
         except TypeError as error:
             hint = _recv_hint(operation, x) if role == "recv" else ""
-            raise TypeError(f"{operation}: {role}: {error}{hint}" if operation else str(error)) from None
+            raise TypeError(f"{operation}: {role} {error}{hint}" if operation else f"buffer {error}") from None
     return found
 
 
@@ -318,8 +320,8 @@ def _choose(x: Any) -> Adapter:
     if attribute(x, "__dlpack__") is not None and attribute(x, "__dlpack_device__") is not None:
         return _Dlpack()
     raise TypeError(
-        f"a {type(x).__module__}.{type(x).__name__} is not a buffer; pass a torch tensor, a NumPy or CuPy array, "
-        "an object with __cuda_array_interface__ or __dlpack__, or (pointer, count, dtype)"
+        f"is {type_of(x)}, expected a torch tensor, a NumPy or CuPy array, an object with "
+        "__cuda_array_interface__ or __dlpack__, or (pointer, count, dtype)"
         + ("; for several buffers, one call each in a `with pynccl.group():`" if isinstance(x, list) else "")
     )
 

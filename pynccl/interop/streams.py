@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 from ..bindings.errors import NcclInvalidUsage, NcclUnhandledCudaError
 from ..bindings.library import Library, chosen, host_module
 from ..bindings.resource import Shared
-from ..bindings.values import INT_MAX, INT_MIN, SIZE_MAX, attribute, instance, integer, shown
+from ..bindings.values import INT_MAX, INT_MIN, SIZE_MAX, attribute, instance, integer, shown, type_of
 from .devices import (
     core_device as _core_device,
     cuda_core as _cuda_core,
@@ -299,8 +299,8 @@ def stream_handle(stream: Any) -> int:
         handle.owner = stream
         return handle
     raise TypeError(
-        f"a {type(stream).__module__}.{type(stream).__name__} is not a stream; pass a handle (int), a "
-        "torch.cuda.Stream, a CuPy stream, an object with __cuda_stream__, or pynccl.create_stream()"
+        f"stream is {type_of(stream)}, expected a handle (int), a torch.cuda.Stream, a CuPy stream, "
+        "an object with __cuda_stream__, or pynccl.create_stream()"
     )
 
 

@@ -15,10 +15,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import errno
 import os
-import re
 import sys
 import textwrap
 import time
@@ -27,10 +25,12 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from ..bindings.errors import NcclError, NcclInvalidUsage, NcclVersionError
+from ..bindings.values import did_you_mean
 from ..bootstrap import from_env
 from ..progress import shown
 
 SUCCESS, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+UNUSABLE = "options, files or settings that cannot work"
 _NO_MEMORY = ("can't allocate memory", "out of memory")  # torch's errors on a CPU and on a GPU
 _SILENT_SECONDS = 3.0
 
@@ -47,13 +47,16 @@ class Parser(argparse.ArgumentParser):
 
     doc       description; the text after a line "examples:" is printed below the options
     failed    what exit code 1 means, in words
+    unusable  what exit code 2 means
 
     Errors are one line with exit code 2. Under a launcher only rank 0 prints the help.
     """
 
-    def __init__(self, doc: str | None = None, *, failed: str = "it failed", **options: Any) -> None:
+    def __init__(
+        self, doc: str | None = None, *, failed: str = "it failed", unusable: str = UNUSABLE, **options: Any
+    ) -> None:
         about, _, examples = (doc or "").partition("\nexamples:\n")
-        codes = f"{SUCCESS} good; {FAILED} {failed}; {USAGE} options, files or settings that cannot work"
+        codes = f"{SUCCESS} good; {FAILED} {failed}; {USAGE} {unusable}"
         epilog = textwrap.fill(f"exit code: {codes}; {INTERRUPTED} interrupted", 80)
         if examples:
             epilog += f"\n\nexamples:\n{textwrap.indent(textwrap.dedent(examples).strip(), '  ')}"
@@ -104,13 +107,6 @@ def name_in(names: Collection[str]) -> Callable[[str], str]:
         return text  # argparse rejects other unknown names and lists the choices
 
     return parse
-
-
-def did_you_mean(text: str, names: Collection[str]) -> str:
-    """Return "did you mean NAME?" with the closest of `names`, ignoring case, "_" and "-"; "" if none is close."""
-    by_letters = {name.replace("_", ""): name for name in names}
-    found = difflib.get_close_matches(re.sub("[_-]", "", text.lower()), by_letters, n=1)
-    return f"did you mean {by_letters[found[0]]}?" if found else ""
 
 
 def output_file(text: str) -> Path:

@@ -8,6 +8,7 @@ missing, the recorder warns once and uses private memory instead: a recorder pro
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import mmap
 import os
@@ -85,10 +86,11 @@ class Recorder:
             return
         self._warned = True
         path = getattr(error, "filename", None) or path
+        full = "free disk space, " if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) else ""
         text = (
             f"{path}: {getattr(error, 'strerror', None) or error}: the flight recorder uses memory only, so "
             f"`python -m pynccl hang` and the other ranks do not see {what}\n"
-            "  free disk space, set PYNCCL_WATCH_DIR to a private, writable folder, or set PYNCCL_WATCH=off"
+            f"  {full}set PYNCCL_WATCH_DIR to a private, writable folder, or set PYNCCL_WATCH=off"
         )
         try:
             warnings.warn(text, RuntimeWarning, stacklevel=2)

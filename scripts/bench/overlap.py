@@ -2,8 +2,8 @@
 
 A case is a layer, its forward pass with or without the backward pass, and a number of rows over all ranks. "column" is
 [width -> hidden] sharded by outputs, "row" is [hidden -> width] sharded by inputs, both without biases and with
-sequence_parallel=True. Every rank is a process with one torch thread. Each round measures all of these, starting with a
-different one, at an agreed time on all ranks; the slowest rank counts:
+sequence_parallel=True. Every rank is a process with one torch thread. All ranks start each measurement at the same
+time; the slowest rank counts. Each round starts with a different schedule. It measures
 
     off                 the collective and the matmul one after the other
     plain               F.linear and pynccl_autograd's all_gather or reduce_scatter, without a layer
@@ -12,8 +12,9 @@ different one, at an agreed time on all ranks; the slowest rank counts:
     comm, mm            only the collectives, and only the matmuls in torch
 
 The results of all are compared with "off" before timing. A ratio is the median of the ratios of the rounds, and so is
-the efficiency of "auto", (T_off - T) / min(T_comm, T_mm). A case runs as many rounds as fit into 3 seconds, at least 4
-and at most --rounds. In each round short calls are repeated for about 20 ms, at most 5 times.
+the efficiency of "auto", (T_off - T) / min(T_comm, T_mm), where T is the time of "auto" and
+T_x that of x. A case runs as many rounds as fit into 3 seconds, at least 4 and at most --rounds. In each round short
+calls are repeated for about 20 ms, at most 5 times.
 
 Communication runs over a simulated link (PYNCCL_HOST_LINK), whose bandwidth is chosen for each case so that T_comm is
 --balance times T_mm, or over none.

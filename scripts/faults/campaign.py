@@ -1,12 +1,14 @@
 """Inject faults at random points of random programs on the host library, and check how every run ends.
 
 Each run starts 2 to 4 rank processes. They execute a random program of collectives, groups, send and recv, splits,
-plans and backward passes. A fault occurs at a random point: see FAULTS in programs.py. The outcome of a run is one of
+plans and backward passes. A fault occurs at a random point; --only lists the faults. The outcome of a run is one of
 
     right result       all data is correct: there is no fault, or it came too late to matter
-    right error        the ranks that failed name the culprit, and its line if there is one to name
-    wrong name         they do not                    no error           no rank reports the fault
-    false alarm        an error without a fault       late               Ctrl-C took more than a second
+    right error        every rank that fails names the faulty rank, and its source line if known
+    wrong name         some rank that fails names another rank, or none
+    no error           no rank reports the fault
+    false alarm        an error without a fault
+    late               Ctrl-C took more than a second
     hang, crash, wrong data, left-over process, left-over file
 
 Seeds S, S + 1, ... cycle through the faults. By default, S is random and printed: published figures then use seeds that
@@ -156,7 +158,7 @@ def main() -> int:
     add("--jobs", type=command.integer(1, 64), default=2, metavar="J", help="runs in parallel (default: 2)")
     add("--only", default="", metavar="FAULT", choices=FAULTS, help="inject only this fault: " + ", ".join(FAULTS))
     add("--replay", type=command.integer(0), metavar="SEED", help="repeat one run and print the output of its ranks")
-    add("--markdown", action="store_true", help="no effect: the table is always Markdown, as in docs/reliability.md")
+    add("--markdown", action="store_true", help="print the table as Markdown (always on)")
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="pynccl-campaign-")).resolve()
     if options.replay is not None:

@@ -108,7 +108,7 @@ def test_different_splits_or_halos_raise_on_every_rank(doomed: RankPool) -> None
         own, other = ("send, recv", "send") if rank == 0 else ("send", "send, recv")
         assert f"rank {rank}: all_to_all from dimension 0 to 0, splits given: {own} at " in missing_list
         assert f"rank {1 - rank}: all_to_all from dimension 0 to 0, splits given: {other} at " in missing_list
-        assert "has 6 rows, but send_splits (3, 2) add up to 5" in splits
+        assert "has size 6, but send_splits (3, 2) add up to 5" in splits
         assert ("on rank 1: ValueError" in splits) == (rank == 0)
         assert "halo=[(0, 1), (2, 0)]" in halo
-        assert "on rank 1 has 2 rows, of which 1 are the interior" in rows
+        assert "halos (1, 0) need size 3 along dim 0" in rows and "but x has 2 on rank 1" in rows

@@ -93,13 +93,16 @@ def test_on_one_rank_outputs_are_new_tensors_and_gradients_pass_through(ranks: R
 
 
 WRONG: list[tuple[Any, str]] = [  # test_wrong_inputs.py covers wrong types
-    (lambda x, c: ad.reduce_scatter(x, c, splits=[2, 3]), "has 6 rows, but splits (2, 3) add up to 5"),
-    (lambda x, c: ad.all_gather(x, c, grad="sum", splits=[5, 5]), "has 6 rows, but splits (5, 5) give rank"),
-    (lambda x, c: ad.reduce_scatter(x[:5], c), "has 5 rows, not divisible by 2 ranks; pad it or pass splits="),
-    (lambda x, c: ad.halo_exchange(x, c, 0, 3), "of which 0 are the interior"),
+    (lambda x, c: ad.reduce_scatter(x, c, splits=[2, 3]), "has size 6, but splits (2, 3) add up to 5"),
+    (lambda x, c: ad.all_gather(x, c, grad="sum", splits=[5, 5]), "all_gather: x has size 6 along dim 0, but splits["),
+    (lambda x, c: ad.reduce_scatter(x[:5], c), "has size 5, not divisible by 2 ranks; pad it or pass splits="),
+    (
+        lambda x, c: ad.halo_exchange(x, c, 0, 3),
+        "halos (3, 3) need size 9 along dim 0 (the interior must be as wide as the adjacent halos, 3), but",
+    ),
     (lambda x, c: ad.halo_exchange(x, c, 0, [(0, 1)]), "expected a pair (left, right) for each of 2 ranks"),
     (lambda x, c: ad.halo_exchange(x, c, 0, cast(Any, [(0, 1), 2])), "expected a width, a pair of widths (left, right"),
-    (lambda x, c: ad.halo_exchange(x, c, 0, [(0, 5), (5, 0)]), "an interior of at least 5"),
+    (lambda x, c: ad.halo_exchange(x, c, 0, [(0, 5), (5, 0)]), "as wide as the adjacent halos, 5), but x has 6"),
     (lambda x, c: ad.all_reduce(x.to(torch.complex64), c, "max", grad="sum"), "complex"),
     (lambda x, c: ad.start(ad.all_reduce, x, c, "max", grad="sum"), "max"),
 ]

@@ -149,6 +149,9 @@ def check_bad_input(comm: Communicator) -> None:
         (ValueError, "expected a last dimension of 4", partial(column(4, 8, comm, gather_input=False), shape)),
         (TypeError, r"x is a str, expected a torch\.Tensor", partial(layer, "x")),
         (ValueError, r"seq_dim 1 is the last dimension of x \[4, 4\]", partial(at_last, torch.ones(4, 4))),
+        (TypeError, r"ColumnParallelLinear.__init__\(\) got an unex.* 'seq'", partial(column, 4, 4, comm, seq=1)),  # type: ignore[call-arg]
+        (TypeError, r"RowParallelLinear.__init__\(\) got an unex.* 'seq'", partial(row, 4, 4, comm, seq=1)),  # type: ignore[call-arg]
+        (TypeError, r"missing 1 .* argument: 'shared'", partial(cast(Any, ad.KeyValueLinear), 4, 4, comm)),
         (TypeError, "expected a torch.nn.Linear", partial(column.from_linear, nn.Identity(), comm)),  # type: ignore[arg-type]
         (ValueError, "out_features is 5, not divisible by 2", partial(column, 4, 5, comm)),
         (ValueError, "in_features is 5, not divisible by 2", partial(row, 5, 4, comm)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -56,7 +56,7 @@ def bad_tensors() -> list[tuple[Any, str]]:
     return [
         (np.ones((4, 4)), "numpy.ndarray, expected a torch.Tensor; pass torch.from_numpy(x)"),
         (3.0, "torch.tensor(x)"),
-        (None, "NoneType, expected a torch.Tensor"),
+        (None, "NoneType, expected a torch.Tensor; pass a tensor of the same shape and dtype on every rank"),
         (x.to_sparse(), "pass x.to_dense()"),
         (torch.nested.nested_tensor([x, x]), "x.to_padded_tensor(0)"),
         (torch.nested.nested_tensor([x, x], layout=torch.jagged), "pass x.values()"),
@@ -114,7 +114,7 @@ def test_bad_values_for_any_parameter_raise_with_a_remedy(ranks: RankPool) -> No
 
 def check_swapped_arguments(comm: Communicator) -> None:
     any_of: Any = ad
-    x, check = torch.ones(4, 4), ad.testing.check_adjoint
+    x, w, check = torch.ones(4, 4), torch.ones(3, 4), cast(Any, ad.testing.check_adjoint)
     line = ad.CartesianPartition(comm, (comm.size,))
     row = any_of.RowParallelLinear(4, 4, comm)
     freed = torch.ones(4, 4)
@@ -132,13 +132,36 @@ def check_swapped_arguments(comm: Communicator) -> None:
         (lambda: any_of.Repartition(line, line)(freed), "or its storage was freed); expected dense"),
         (lambda: any_of.anchor(3.0, x), "anchor: loss is a float, expected a torch.Tensor"),
         (lambda: any_of.copy(freed, comm), "copy: x is a tensor (4, 4) whose storage was freed"),
-        (lambda: row(x[:, :3]), "matmul_all_reduce: x has shape (4, 3), expected [.., 2]"),
-        (lambda: row(x[:, :2].double()), "matmul_all_reduce: x is torch.float64, the weight torch.float32; pass x.to("),
+        (lambda: row(x[:, :3]), "RowParallelLinear: x has shape (4, 3), expected [.., 2]"),
+        (lambda: row(x[:, :2].double()), "RowParallelLinear: x is torch.float64, the weight torch.float32; pass x.to("),
         (lambda: any_of.ColumnParallelLinear(4, 4, comm, dtype="f4"), "dtype is 'f4', expected a floating-point"),
         (lambda: any_of.ColumnParallelLinear(4, -2, comm), "out_features is -2"),
         (lambda: check(torch.clone, x.int(), comm), "check_adjoint: x is torch.int32"),
         (lambda: any_of.start(object(), x, comm), "is not a collective of pynccl_autograd; pass"),
         (lambda: any_of.all_reduce(x, comm, ad.PreMul([2.0]), grad="sum"), "the scale of PreMul"),
+        (lambda: ad.halo_exchange(x, comm, 1, -1), "halo_exchange: halo is -1, expected widths >= 0"),
+        (lambda: ad.halo_exchange(x, comm, 1, 3), "halo_exchange: halos (3, 3) need size 9 along dim 1 (the interior"),
+        (lambda: ad.all_gather_matmul(x, w, comm, x[0]), "matmul: bias has shape (4,), expected (3,), the out "),
+        (lambda: ad.copy_matmul(x, w, comm, w[:, 0].double()), "copy_matmul: bias is torch.float64, the weight torch"),
+        (lambda: ad.matmul_all_reduce(x, w, comm, w[:, 0].to("meta")), "bias is on meta, expected cpu, the device "),
+        (lambda: any_of.matmul_reduce_scatter(x, w, comm, True), "bias is True, expected a torch.Tensor, or None"),
+        (lambda: ad.Shard(comm, 3, (4, 6)), "Shard: dim is 3, expected a dimension of shape [4, 6], or None"),
+        (lambda: ad.Shard(comm, 0, (5, 6)), "dimension 0 of [5, 6] is not divisible by 2 ranks; pass splits="),
+        (lambda: ad.Shard(comm, 0, (4, 6), partial=True), "partial=True is for replicated parameters; pass dim=None"),
+        (lambda: ad.set_shard(x, ad.Shard(comm, 0, (4, 4))), "has shape (4, 4), expected (2, 4), this rank's shard of"),
+        (lambda: ad.CartesianPartition(comm, (2, 2)), "needs 4 ranks, but the communicator has 2; pass a smaller"),
+        (
+            lambda: any_of.set_side_stream(comm, 0),
+            "stream is 0, expected a stream of pynccl.create_stream() for the host",
+        ),
+        (lambda: any_of.Mesh(comm, {"tp": 2})[0], "mesh[axes]: axes is 0, expected names, some of 'tp'"),
+        (lambda: any_of.clip_grad_norm_(row, "a"), "clip_grad_norm_: max_norm is 'a', expected a number"),
+        (lambda: any_of.clip_grad_norm_(row, 1.0, "a"), "clip_grad_norm_: norm_type is 'a', expected a number above 0"),
+        (lambda: any_of.finish_gradients(3), "finish_gradients: parameters is 3, expected a torch.nn.Module or its"),
+        (lambda: any_of.overlap.report(3).__enter__(), "overlap.report: model is 3, expected a torch.nn.Module, or"),
+        (lambda: any_of.overlap.decisions(3), "overlap.decisions: model is 3, expected a torch.nn.Module"),
+        (lambda: check(lambda _: 1, x, comm), "check_adjoint: the output of fn is 1, expected a torch.Tensor"),
+        (lambda: ad.OverlapConfig("ring", chunks=4), "chunks is 4, but method 'ring' has no slices; omit chunks, or "),
     ]
     for call, words in cases:
         expect(call, (words,), words)

@@ -56,7 +56,7 @@ def test_call_after_destroy_or_abort_says_which() -> None:
             with pytest.raises(pynccl.NcclInvalidUsage) as caught:
                 call(comm)
             assert f"this communicator (rank {comm.rank} of 4 on cpu) was {end}" in str(caught.value)
-            assert "make a new one with Communicator.init" in str(caught.value)
+            assert "make a new one with pynccl.init or pynccl.init_all" in str(caught.value)
     assert stub.names() == []
     comm = stub.comm(cpu=True)
     with pytest.raises(pynccl.NcclInvalidUsage, match="was destroyed"), pynccl.group():
@@ -76,26 +76,50 @@ def init(*args: Any, **options: Any) -> Any:
 
 # Calls of functions of the package; `c` is a communicator of one rank of the host library.
 BAD_KINDS: list[Bad] = [
-    (init(2, ID, -1), "ValueError: rank is -1, expected 0..1 for 2 ranks"),
-    (init(2, bytes(127), 0), f"ValueError: unique_id is bytes of 127 bytes, {GOT}"),
-    (init(1, ID, 0, "cuda:0"), "ValueError: device is 'cuda:0', but the host library works on the CPU"),
+    (init(2, ID, -1), "ValueError: Communicator.init: rank is -1, expected 0..1 for 2 ranks"),
+    (init(1, ID, 1), "ValueError: Communicator.init: rank is 1, expected 0, the only rank"),
+    (init(1, ID, 0, timeout=-1), "ValueError: Communicator.init: timeout is -1, expected a number of seconds"),
+    (init(2, bytes(127), 0), "ValueError: Communicator.init: unique_id has 127 bytes, expected 128"),
+    (init(2, 7, 0), f"ValueError: Communicator.init: unique_id is an int, {GOT}"),
+    (
+        init(1, ID, 0, "cuda:0"),
+        "ValueError: Communicator.init: device is 'cuda:0', but the host library works on the CPU",
+    ),
     (init(1, ID, 0, config=1), "TypeError: config is 1, expected a pynccl.CommConfig, or None"),
-    (lambda c: Communicator.init_all(0, library=c.library), "ValueError: devices is 0, expected at least one"),
+    (lambda c: Communicator.init_all(0, library=c.library), "ValueError: init_all: devices is 0, expected one or more"),
+    (
+        lambda c: Communicator.init_all(["cuda:0"], library=c.library),
+        "ValueError: init_all: device is 'cuda:0', but the host library works on the CPU",
+    ),
+    (
+        lambda c: Communicator.init_all(["cpu", "cpu"], library=c.library),
+        "ValueError: init_all: devices is ['cpu', 'cpu'], expected one or more, each once",
+    ),
     (lambda c: pynccl.get_unique_id(HOST), NO_LIBRARY),
     (lambda c: pynccl.load(1.5), "TypeError: spec is 1.5, expected 'host', 'nccl', or the path"),
     (lambda c: pynccl.from_file(3, 0, 1), "TypeError: from_file: path is 3, expected the path of a file"),
-    (lambda c: pynccl.from_store({}, 0, 1), "TypeError: store is {}, which has no add, set, check; expected a torch"),
+    (
+        lambda c: pynccl.from_store({}, 0, 1),
+        "TypeError: from_store: store is {}, which has no add, set, check; expec",
+    ),
     (lambda c: Communicator.from_process_group("x"), "TypeError: group is 'x', expected a torch.distributed process"),
     (lambda c: pynccl.create_stream(priority="high", library=c.library), "ValueError: priority is 'high', expected an"),
     (
         lambda c: pynccl.create_stream(library=c.library).record(5),
-        "TypeError: record: event is a int, expected a host event",
+        "TypeError: record: event is of type int, expected a host event",
     ),
     (
         lambda c: pynccl.create_stream(library=c.library).wait(5),
-        "TypeError: wait: event is a int, expected a host event",
+        "TypeError: wait: event is of type int, expected a host event",
     ),
     (lambda c: pynccl.mem_alloc(4, Hostile(), library=c.library), "TypeError: Hostile … has no NCCL data type"),
+    (
+        lambda c: pynccl.mem_alloc(4, "f4", library=c.library),
+        "TypeError: mem_alloc: dtype is 'f4', expected one of bfloat16",
+    ),
+    (lambda c: c.all_gather_v(torch.ones(2), counts=[1, 1]), "ValueError: expected 1 count per rank (1 in all), got 2"),
+    (lambda c: c.broadcast(torch.ones(2), root=3), "ValueError: broadcast: root is 3, expected 0, the only rank"),
+    (lambda c: pynccl.load("/no/lib.so"), "NcclLibraryNotFound: load: '/no/lib.so': cannot open shared object file"),
 ]
 
 

@@ -90,9 +90,14 @@ def test_v_offsets_above_31_bits() -> None:
 ONE, F4, OVER = torch.zeros(1), "float32", "send and recv overlap"
 # Operation, buffers, options, error message, on rank 1 of 2
 BAD: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
-    ("all_gather_v", (ONE,), {"counts": [1]}, "counts is [1], expected 2 numbers of elements >= 0"),
-    ("all_gather_v", (ONE,), {"counts": [-1, 2]}, "counts is [-1, 2], expected 2 numbers"),
-    ("all_to_all_v", (ONE,), {"send_counts": [1, 0], "recv_counts": [0, -2]}, "recv_counts is [0, -2], expected 2"),
+    ("all_gather_v", (ONE,), {"counts": [1]}, "counts is [1], expected 1 count per rank (2 in all), got 1"),
+    ("all_gather_v", (ONE,), {"counts": [-1, 2]}, "counts is [-1, 2], expected 1 count per rank"),
+    (
+        "all_to_all_v",
+        (ONE,),
+        {"send_counts": [1, 0], "recv_counts": [0, -2]},
+        "recv_counts is [0, -2], expected 1",
+    ),
     ("scatter_v", (ONE,), {"root": 1, "counts": [1, 1]}, "send has 1 elements, expected 2 by the counts"),
     ("gather_v", (ONE, torch.zeros(5)), {"root": 1, "counts": [2, 1]}, "recv has 5 elements, expected 3"),
     ("all_gather_v", ((64, 1, F4), (52, 4, F4)), {"counts": [3, 1], "stream": 0}, f"{OVER}, -12 bytes apart; pass s"),

@@ -85,7 +85,7 @@ def test_init_all_in_one_process() -> None:
         assert list(threads.map(total, comms, timeout=50)) == [10.0] * 4
     pynccl.abort(comms)
     stub = Stub()
-    numbered = Communicator.init_all(["cuda:2", 0], library=stub.cpu_library)
+    numbered = Communicator.init_all([2, 0], library=stub.cpu_library)
     assert [(comm.rank, comm._device_index) for comm in numbered] == [(0, 2), (1, 0)]
 
 

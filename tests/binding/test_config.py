@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from libraries import Stub
 
@@ -74,3 +76,13 @@ def test_coll_config_reaches_every_collective(operation: str) -> None:
         assert struct.args == {"size": 64, "version": 23102, "magic": abi.CONFIG_MAGIC}
         filled = abi.CollConfig.from_buffer_copy(bytes.fromhex(struct.hex).ljust(72, b"\0"))
         assert (filled.maxCTAs, filled.minCTAs, filled.userProfilerTag) == (2, abi.UNDEF_INT, 7)
+
+
+@pytest.mark.parametrize(
+    ("kind", "since"), [(CommConfig, abi.CONFIG_SINCE), (CollConfig, abi.COLL_CONFIG_SINCE)], ids=["comm", "coll"]
+)
+def test_docstring_lists_every_field_with_its_release(kind: Any, since: dict[str, abi.Version]) -> None:
+    lines = [line.split() for line in kind.__doc__.splitlines()]
+    rows = [line[:3] for line in lines if len(line) > 3 and line[1] in since]
+    assert [name for name, _, _ in rows] == list(kind._fields)
+    assert all(row[2] == ".".join(map(str, since[row[1]])) for row in rows)

@@ -33,7 +33,7 @@ except KeyboardInterrupt:
 
 @pytest.mark.parametrize(
     ("source", "output"),
-    [(BY_DEADLINE, "slow did not return within 0 s (timeout=0.05)"), (BY_INTERRUPT, "interrupted")],
+    [(BY_DEADLINE, "slow did not return within 0.05 s (timeout=0.05)"), (BY_INTERRUPT, "interrupted")],
     ids=["deadline", "interrupt"],
 )
 def test_exit_waits_for_abandoned_call(tmp_path: Path, source: str, output: str) -> None:

@@ -53,7 +53,7 @@ INVALID: list[tuple[Callable[[Communicator], Any], str]] = [
     (lambda comm: comm.shrink([0, 0]), r"shrink: exclude is \[0, 0\] on rank 1"),
     (lambda comm: comm.shrink([4]), r"shrink: exclude is 4, expected a rank in 0\.\.3"),
     (lambda comm: comm.grow(4), r"grow: nranks is 4, expected more than the 4 existing ranks"),
-    (lambda comm: comm.grow(6, b"short"), "unique_id is bytes of 5 bytes"),
+    (lambda comm: comm.grow(6, b"short"), "grow: unique_id has 5 bytes, expected 128"),
     (lambda comm: Communicator.join_grown(6, bytes(128), 6, library=comm.library), r"rank is 6, expected 0\.\.5"),
     (lambda comm: Communicator.init(8, [], 2, library=comm.library), "unique_id is a list of 0 ids, expected 1 to 8"),
     (lambda comm: Communicator.init(8, IDS * 3, 2, library=comm.library), "is a list of 9 ids, expected 1 to 8"),

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import pickle
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import pynccl
 from pynccl import Result
 from pynccl.bindings.errors import from_result
+from pynccl.comm.base import explained
+from pynccl.watch import diagnosis
 
 CLASSES = {
     Result.UNHANDLED_CUDA_ERROR: (pynccl.NcclUnhandledCudaError, RuntimeError),
@@ -39,3 +43,21 @@ def test_unknown_result_code_is_nccl_error() -> None:
     error = from_result(77, "ncclCommInitRank", "unknown")
     assert type(error) is pynccl.NcclError and error.code is None
     assert "code 77" in str(error) and "last error" not in str(error)
+
+
+def test_detail_that_names_the_expected_value_needs_no_remedy() -> None:
+    assert len(str(from_result(Result.INVALID_ARGUMENT, "call", "reason", "x is 1; expected 2")).splitlines()) == 2
+
+
+def test_diagnosis_replaces_remedy_and_repeated_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = "the ranks disagree: rank 0 calls a, rank 1 calls b\nrank 0 calls a\nmake the same calls"
+    monkeypatch.setattr(diagnosis, "explain", lambda *_, **__: lines)
+    track: Any = SimpleNamespace(size=2, explains=False)
+    error = explained(from_result(Result.REMOTE_ERROR, "all_reduce", "remote process exited", "detail"), track)
+    assert str(error).splitlines() == [
+        "all_reduce failed (REMOTE_ERROR)",
+        "  the ranks disagree: rank 0 calls a, rank 1 calls b",
+        "  make the same calls",
+        "  last error: detail",
+    ]
+    assert error.code is Result.REMOTE_ERROR and error.verdict == lines.partition("\n")[0]

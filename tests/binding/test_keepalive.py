@@ -7,7 +7,6 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from libraries import Stub
 from ranks import RankPool
 
 import pynccl
-from pynccl import Communicator
+from pynccl import Communicator, Window
 from pynccl.host import HostStream
 from pynccl.interop import keepalive
 from pynccl.interop.streams import CudaStream
@@ -42,7 +41,8 @@ def alive(references: list[Any]) -> list[bool]:
     return [reference() is not None for reference in references]
 
 
-WINDOW: Any = SimpleNamespace(handle=1, nbytes=64)
+WINDOW = Window.__new__(Window)
+WINDOW._handle, WINDOW.nbytes = 1, 64
 # Number of tensors used, and a call on a stream.
 CALLS: dict[str, tuple[int, Callable[[Communicator, list[torch.Tensor], Any], Any]]] = {
     "all_reduce": (2, lambda comm, xs, at: comm.all_reduce(xs[0], xs[1], stream=at)),

@@ -66,12 +66,12 @@ def test_operator_of_other_communicator_or_dtype_raises() -> None:
             call(ours, foreign)
         assert str(caught.value).startswith(use.split()[0].replace("plan", "all_reduce") + ": op was made by ")
         assert repr(theirs) in str(caught.value) and repr(ours) in str(caught.value)
-        with pytest.raises(ValueError, match="op was made for FLOAT64, the buffers are FLOAT32; make one"):
+        with pytest.raises(ValueError, match="op was made for float64, the buffers are float32; make one"):
             call(ours, wide)
     for op in (True, None, "SUM"):
         with pytest.raises(ValueError, match="all_reduce: unknown operator"):
             ours.all_reduce(X, op=op)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="pre_mul_sum: scalar is FLOAT32, but dtype is FLOAT64"):
+    with pytest.raises(ValueError, match="pre_mul_sum: scalar is float32, but dtype is float64"):
         ours.pre_mul_sum(torch.tensor(2.0), "float64")
     assert stub.names() == []
 

@@ -118,7 +118,7 @@ FOREIGN: dict[str, tuple[Callable[[], Any], str]] = {
     "csr": (lambda: torch.ones(3, 3).to_sparse_csr(), r"sparse_csr tensor on cpu.*x\.values\(\) and its indices"),
     "meta": (lambda: torch.ones(3, device="meta"), r"tensor on meta owns no dense memory.*device="),
     "lazy": (torch.nn.UninitializedParameter, r"UninitializedParameter owns no memory.*materialize\(\)"),
-    "list": (lambda: [torch.ones(3)], r"a builtins\.list is not a buffer.*one call each in a `with pynccl\.group"),
+    "list": (lambda: [torch.ones(3)], r"is a list, expected a torch tensor.*one call each in a `with pynccl\.group"),
 }
 
 

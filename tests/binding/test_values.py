@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,11 +12,12 @@ from libraries import Stub
 from test_buffers import describe
 
 import pynccl
-from pynccl import CollConfig, CommConfig, Communicator
+from pynccl import CollConfig, CommConfig, Communicator, Window
 
 X = torch.zeros(4)
 RAW = (4096, 4, "int8")
-WINDOW: Any = SimpleNamespace(handle=1, nbytes=1 << 40)
+WINDOW = Window.__new__(Window)
+WINDOW._handle, WINDOW.nbytes = 1, 1 << 40
 WRAPS = 1 << 32  # 0 in a C int
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from pynccl import Communicator
+from pynccl import CollConfig, CommConfig, Communicator
 
 F4 = "float32"
 zeros = torch.zeros
@@ -55,7 +55,7 @@ BAD: list[Bad] = [
     ),
     (
         lambda c: c.all_reduce(zeros(3), zeros(3).double()),
-        "ValueError: all_reduce: send is FLOAT32, recv is FLOAT64; they must be equal",
+        "ValueError: all_reduce: send is float32, recv is float64; convert one of them",
     ),
     (
         lambda c: c.reduce_scatter(zeros(6, 4)),
@@ -80,9 +80,31 @@ BAD: list[Bad] = [
     (lambda c: c.all_reduce(zeros(4), config=5), "TypeError: all_reduce: config is 5, expected a pynccl.CollConfig"),
     (lambda c: c.split(-2), "ValueError: split: color is -2, expected an integer >= 0"),
     (lambda c: setattr(c, "timeout", "soon"), "ValueError: timeout is 'soon', expected a number of seconds"),
-    (lambda c: c.all_reduce(Hostile()), "TypeError: all_reduce: send: a … Hostile is not a buffer; pass"),
+    (lambda c: c.all_reduce(Hostile()), "TypeError: all_reduce: send is a bad_calls.Hostile, expected a torch tensor"),
+    (lambda c: c.all_reduce([1.0]), "TypeError: all_reduce: send is a list, expected a torch tensor"),
+    (
+        lambda c: c.all_reduce((64, 4, "floaty")),
+        "TypeError: all_reduce: send: dtype is 'floaty', expected one of",
+    ),
+    (lambda c: c.all_reduce(zeros(4), stream="x"), "TypeError: all_reduce: send: stream is a str, expected a handle"),
+    (
+        lambda c: c.put_signal(zeros(4), 0, zeros(4)),
+        "TypeError: put_signal: window is a torch.Tensor, expected a pynccl",
+    ),
+    (
+        lambda c: c.all_reduce(zeros(4), config=CommConfig()),
+        "TypeError: all_reduce: config is a pynccl.CommConfig, expec",
+    ),
+    (lambda c: CommConfig(maxCTAs=1), "TypeError: CommConfig has no field 'maxCTAs'; did you mean max_ctas?"),  # type: ignore[call-arg]
+    (lambda c: CollConfig(x=1), "TypeError: CollConfig has no field 'x'; expected one of min_ctas"),  # type: ignore[call-arg]
+    (lambda c: c.plan.allreduce, "AttributeError: comm.plan has no operation 'allreduce'; did you mean all_reduce?"),
+    (
+        lambda c: c.all_gather_v(zeros(3), counts=[3]),
+        "ValueError: counts is [3], expected 1 count per rank (4 in all), got 1",
+    ),
     (lambda c: c.pre_mul_sum(0.5), "TypeError: pre_mul_sum: a Python number needs dtype="),
-    (lambda c: c.pre_mul_sum(0.5, "int32"), "ValueError: pre_mul_sum: scalar 0.5 would become 0 as INT32"),
+    (lambda c: c.pre_mul_sum(0.5, "int32"), "ValueError: pre_mul_sum: scalar 0.5 would become 0 as int32"),
+    (lambda c: c.pre_mul_sum(2.0, "foo"), "TypeError: pre_mul_sum: dtype is 'foo', expected one of bfloat16"),
 ]
 
 

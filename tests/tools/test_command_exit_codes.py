@@ -16,6 +16,7 @@ import torch
 
 import pynccl
 from pynccl.__main__ import main
+from pynccl.bindings.values import did_you_mean
 from pynccl.tools import command
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,8 +90,8 @@ def test_a_misspelt_name_prints_one_line_with_the_closest_name(capsys: pytest.Ca
     assert capsys.readouterr() == ("", line)
     names = ["all_reduce", "reduce", "reduce_scatter", "send_recv"]
     for text, name in {"reduce_scater": "reduce_scatter", "AllReduce": "all_reduce", "send-recv": "send_recv"}.items():
-        assert command.did_you_mean(text, names) == f"did you mean {name}?"
-    assert command.did_you_mean("nope", names) == ""
+        assert did_you_mean(text, names) == f"did you mean {name}?"
+    assert did_you_mean("nope", names) == ""
 
 
 @pytest.mark.parametrize("library", ["host", "/etc/hostname"])

@@ -71,7 +71,7 @@ def test_help_has_exit_codes_and_examples_and_docs_commands_shows_one(help_texts
     for name, (code, out, err) in help_texts.items():
         assert (code, err) == (0, "") and out.startswith("usage: "), name
         flat = " ".join(out.split())
-        for text in ("0 good", r"; 1 \w+", "2 options, files or settings that cannot work", "130 interrupted"):
+        for text in ("0 good", r"; 1 \w+", "2 .*options, files or settings that cannot work", "130 interrupted"):
             assert re.search(text, flat), (name, text)
         examples = example_lines(out)
         shown = name.split()[-1] if name in MODULES else name
@@ -151,7 +151,6 @@ VARIABLES = {
     "PYNCCL_WATCH_TIMEOUT": (("-1", "nan"), "seconds, such as 60, or 0 to disable"),
 }
 UNCHECKED = {"PYNCCL_WATCH_DIR"}  # an unwritable folder only disables recording
-NEED_TWO_RANKS = {"PYNCCL_HOST_INIT_TIMEOUT", "PYNCCL_HOST_TRANSPORT"}  # a single rank does not read them
 PROGRAM = """
 import pynccl
 from pynccl.tools import command
@@ -174,7 +173,7 @@ def test_invalid_environment_variables_raise_with_the_expected_values(
 
     def run(case: tuple[str, str]) -> list[Finished]:
         environment = {**environment_of(tmp_path), case[0]: case[1]}
-        return forks.run((str(tmp_path / "program.py"),), 1 + (case[0] in NEED_TWO_RANKS), tmp_path, environment)
+        return forks.run((str(tmp_path / "program.py"),), 1, tmp_path, environment)
 
     cases = [(name, value) for name, (values, _) in VARIABLES.items() for value in values]
     for (name, value), ended in zip(cases, threads.map(run, cases), strict=True):

@@ -172,6 +172,15 @@ def test_a_file_that_is_not_libnccl_or_too_old_gets_advice(tmp_path: Path, name:
     unusable = problem(found, "library-unusable")
     assert path in unusable["text"] and ("needs NCCL >= 2.18" in unusable["text"]) is (name == "old.so")
     assert unusable["fix"] == "set PYNCCL_LIBRARY to the path of a libnccl.so.2, to nccl or to host, or unset it"
+    assert "no-driver" not in codes(found)
+
+
+def test_misspelt_and_invalid_variables_are_reported(tmp_path: Path) -> None:
+    found = findings(tmp_path, PYNCCL_CHEK="1", PYNCCL_CHECK="yes")
+    assert problem(found, "variable-unknown")["text"] == (
+        "PYNCCL_CHEK is not a variable of pynccl; did you mean PYNCCL_CHECK?"
+    )
+    assert problem(found, "variable-invalid")["text"].startswith("PYNCCL_CHECK='yes': expected 1")
 
 
 def test_missing_or_broken_torch_is_reported_for_the_host_library(tmp_path: Path) -> None:

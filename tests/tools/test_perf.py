@@ -52,6 +52,9 @@ def test_size_units_and_size_sequences() -> None:
     assert [sizes(8, 64, 2), sizes(8, 63, 2), sizes(5, 5, 4)] == [[8, 16, 32, 64], [8, 16, 32], [5]]
     options = parse("all_reduce")  # nccl-tests' defaults
     assert (options.minbytes, options.maxbytes, options.stepfactor, options.check) == (32 << 20, 32 << 20, 2, 1)
+    assert [parse("reduce", "-d", name).datatype for name in ("float16", "float32", "float64")] == [
+        *("half", "float", "double")
+    ]
     assert (parse("reduce", "-e", "1K").minbytes, parse("reduce", "-b", "1G").maxbytes) == (1024, 1 << 30)
 
 

@@ -69,7 +69,7 @@ def test_invalid_options_print_one_line(
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "0")  # rank 0 writes
     for options, message in (
-        ("--heads 6", "argument --width: 32 is not a multiple of 12, twice --heads 6"),
+        ("--heads 6", "--heads 6: --width 32 must be a multiple of 12, so that each head"),
         ("--heads 2", "argument --heads: 2 is not divisible by 4 ranks"),
         ("--seq 30", "argument --seq: 30 is not divisible by 4 ranks"),
         ("--seq 8000000", "--seq 8000000 needs at least 80000010"),

@@ -10,7 +10,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 
+from ...bindings.errors import NcclInvalidUsage
+from ...bindings.values import did_you_mean
+from ...comm.base import check_enabled
 from .findings import Findings, Wheel
+
+_VARIABLES = (
+    *("PYNCCL_CHECK", "PYNCCL_JOB_KEY", "PYNCCL_LIBRARY"),
+    *("PYNCCL_WATCH", "PYNCCL_WATCH_ACTION", "PYNCCL_WATCH_DIR", "PYNCCL_WATCH_TIMEOUT"),
+    *("PYNCCL_HOST_INIT_TIMEOUT", "PYNCCL_HOST_LINK", "PYNCCL_HOST_TIMEOUT", "PYNCCL_HOST_TRANSPORT"),
+    "PYNCCL_HOST_VERSION",
+)
 
 
 @dataclass(frozen=True)
@@ -33,6 +43,7 @@ def problems(found: Findings) -> list[Problem]:
         *_library_problems(found, wheel_fix),
         *_driver_problems(found),
         *_process_problems(found),
+        *_variable_problems(found),
     ]
 
 
@@ -112,7 +123,8 @@ def _library_problems(found: Findings, wheel_fix: str) -> Iterator[Problem]:
 def _driver_problems(found: Findings) -> Iterator[Problem]:
     """Report a requested GPU library without a GPU, or a driver that is too old. Having no GPU is fine otherwise."""
     driver, library = found.driver, found.library
-    if not driver["usable"] and library["asked"] not in (None, "host"):
+    unusable = library["error"] is not None and library["asked"] != "nccl"  # reported by _library_problems
+    if not driver["usable"] and library["asked"] not in (None, "host") and not unusable:
         text = f"{library['because']} requests a library that needs a GPU, but no GPU is usable: {driver['problem']}"
         fix = "unset PYNCCL_LIBRARY to use the host library on the CPU, or fix the driver until nvidia-smi works"
         yield Problem("no-driver", text, fix)
@@ -134,3 +146,15 @@ def _process_problems(found: Findings) -> Iterator[Problem]:
         if os.path.isabs(found.library["asked"] or ""):
             fix = "unset PYNCCL_LIBRARY, so that pynccl shares the copy that is already loaded"
         yield Problem("several-copies", text, fix)
+
+
+def _variable_problems(found: Findings) -> Iterator[Problem]:
+    """Report misspelt PYNCCL_* variables, and an invalid PYNCCL_CHECK."""
+    for name in found.settings:
+        if name.startswith("PYNCCL_") and name not in _VARIABLES and (suggestion := did_you_mean(name, _VARIABLES)):
+            text = f"{name} is not a variable of pynccl; {suggestion}"
+            yield Problem("variable-unknown", text, f"rename or unset {name}")
+    try:
+        check_enabled()
+    except NcclInvalidUsage as error:
+        yield Problem("variable-invalid", str(error), "set PYNCCL_CHECK to 1 or 0, or unset it")

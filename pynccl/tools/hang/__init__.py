@@ -13,10 +13,11 @@ from .. import command
 from . import jobs, report, timeline
 
 MIN_WAIT = 2.0  # seconds; shorter waits are normal in a running job
-FAILED = "something is wrong"
+FAILED = "a rank is missing, dead, or made a different call"
+UNUSABLE = f"no job was found, or {command.UNUSABLE}"
 EXAMPLES = """
-Without arguments, it shows this user's newest running job on this node, or else the newest job. The exit code is also
-2 if no job was found. For several nodes, run it on each with --json > NAME.json, or copy the folders, and pass all.
+Without arguments, it shows this user's newest running job on this node, or else the newest job. For several nodes,
+run it on each with --json > NAME.json, or copy the folders, and pass all.
 
 examples:
   python -m pynccl hang                         # the newest job

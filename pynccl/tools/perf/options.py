@@ -36,6 +36,7 @@ TYPES: dict[str, DataType] = {
     "f8e4m3": DataType.FLOAT8_E4M3,
     "f8e5m2": DataType.FLOAT8_E5M2,
 }
+_ALIASES = {"float16": "half", "float32": "float", "float64": "double"}
 OPERATORS = tuple(op.name.lower() for op in RedOp)
 DEFAULT_END = 32 << 20
 FAILED = "wrong results, or a bandwidth below --min-busbw"
@@ -54,16 +55,28 @@ examples:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("collective", type=name_in(COLLECTIVES), choices=COLLECTIVES, help="to measure; send_recv runs around a ring")
+    add(
+        "collective",
+        type=name_in(COLLECTIVES),
+        choices=COLLECTIVES,
+        help="collective to measure; send_recv sends around a ring",
+    )
     add("-b", "--minbytes", type=size, metavar="SIZE", help="first size (32M)")
     add("-e", "--maxbytes", type=size, metavar="SIZE", help="last size (32M, or -b if that is more)")
     add("-f", "--stepfactor", type=integer(2), default=2, metavar="N", help="factor from one size to the next (2)")
     add("-n", "--iters", type=integer(1), default=20, metavar="N", help="timed iterations (20)")
     add("-w", "--warmup_iters", type=integer(0), default=5, metavar="N", help="warm-up iterations (5)")
-    add("-c", "--check", type=integer(0), default=1, metavar="N", help="calls to check per size; 0: none (1)")
-    types, op = name_in(TYPES), name_in(OPERATORS)
-    names = f"{', '.join(TYPES)} (float)"
-    add("-d", "--datatype", type=types, choices=TYPES, default="float", metavar="TYPE", help=names)
+    add(
+        "-c",
+        "--check",
+        type=integer(0),
+        default=1,
+        metavar="N",
+        help="calls per size whose results are checked; 0: none (1)",
+    )
+    op = name_in(OPERATORS)
+    names = f"{', '.join(TYPES)}; float16, float32, float64 are aliases (float)"
+    add("-d", "--datatype", type=_type_name, choices=TYPES, default="float", metavar="TYPE", help=names)
     add("-o", "--op", type=op, choices=OPERATORS, default="sum", metavar="OP", help=f"{', '.join(OPERATORS)} (sum)")
     add(
         "-r",
@@ -83,6 +96,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--compare", choices=["torch"], help="also measure torch.distributed, alternating with pynccl")
     busbw = "exit with 1 if the average bus bandwidth is lower"
     add("--min-busbw", type=number(0, "GB/s"), metavar="GB/s", help=busbw)
+
+
+def _type_name(text: str) -> str:
+    return name_in(TYPES)(_ALIASES.get(text, text))
 
 
 def problem(options: argparse.Namespace, ranks: int) -> str:
