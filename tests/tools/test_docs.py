@@ -108,7 +108,7 @@ def test_scripts_and_modules_that_commands_name_are_there() -> None:
 # Not run below: what needs a GPU, a package index, SLURM or another machine, and what other files here run.
 ELSEWHERE = (
     r"make|pip |srun|sbatch|ssh |torchrun --standalone( --local-addr\S+)?$|scripts/|.*scripts/(examples|gpu|timeline)"
-    r"|.*-m pynccl (explain|hang)|.*bench/(overhead.py|overlap.py|scale.py)"
+    r"|.*-m pynccl (explain|hang)|.*bench/(overhead.py|overlap.py|scale.py)|.* (example|overlap).py$"
 )
 SHORTER = {
     "perf$": "perf --help",
