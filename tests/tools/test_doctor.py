@@ -9,6 +9,7 @@ import base64
 import hashlib
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import pytest
 from libraries import compile_c
 
 from pynccl.bindings.abi import version_code
+from pynccl.tools.doctor.problems import VARIABLES
 
 ROOT = Path(__file__).resolve().parents[2]
 SONAME = "libnccl.so.2"
@@ -181,6 +183,15 @@ def test_misspelt_and_invalid_variables_are_reported(tmp_path: Path) -> None:
         "PYNCCL_CHEK is not a variable of pynccl; did you mean PYNCCL_CHECK?"
     )
     assert problem(found, "variable-invalid")["text"].startswith("PYNCCL_CHECK='yes': expected 1")
+
+
+def test_doctor_and_page_list_the_variables_that_the_package_reads() -> None:
+    root = Path(__file__).parents[2]
+    files = [path for folder in ("pynccl", "autograd") for path in (root / folder).rglob("*.py")]
+    sources = [path.read_text() for path in files if path.name != "problems.py"]  # which has the list
+    read = {name for source in sources for name in re.findall(r"[\"'](PYNCCL_[A-Z_]+[A-Z])[\"']", source)}
+    page = (root / "docs" / "binding.md").read_text().partition("## Environment variables")[2]
+    assert read == set(VARIABLES) == set(re.findall("`(PYNCCL_[A-Z_]+)`", page))
 
 
 def test_missing_or_broken_torch_is_reported_for_the_host_library(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from ...bindings.values import did_you_mean
 from ...comm.base import check_enabled
 from .findings import Findings, Wheel
 
-_VARIABLES = (
+VARIABLES = (
     *("PYNCCL_CHECK", "PYNCCL_JOB_KEY", "PYNCCL_LIBRARY"),
     *("PYNCCL_WATCH", "PYNCCL_WATCH_ACTION", "PYNCCL_WATCH_DIR", "PYNCCL_WATCH_TIMEOUT"),
     *("PYNCCL_HOST_INIT_TIMEOUT", "PYNCCL_HOST_LINK", "PYNCCL_HOST_TIMEOUT", "PYNCCL_HOST_TRANSPORT"),
@@ -151,7 +151,7 @@ def _process_problems(found: Findings) -> Iterator[Problem]:
 def _variable_problems(found: Findings) -> Iterator[Problem]:
     """Report misspelt PYNCCL_* variables, and an invalid PYNCCL_CHECK."""
     for name in found.settings:
-        if name.startswith("PYNCCL_") and name not in _VARIABLES and (suggestion := did_you_mean(name, _VARIABLES)):
+        if name.startswith("PYNCCL_") and name not in VARIABLES and (suggestion := did_you_mean(name, VARIABLES)):
             text = f"{name} is not a variable of pynccl; {suggestion}"
             yield Problem("variable-unknown", text, f"rename or unset {name}")
     try:
