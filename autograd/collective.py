@@ -31,6 +31,7 @@ from pynccl.watch.frames import call_site
 
 from .arguments import check_comm, check_memory
 from .checks import compare_backward, number_call
+from .compiled import forward_call
 from .recompute import save_token
 from .torch_internals import (
     check_compiled,
@@ -44,7 +45,7 @@ from .torch_internals import (
 from .wire import Prepared
 
 P = ParamSpec("P")
-# run(comm, function, x, *params): `run`, or `operators.run_operator` in the backward pass of a custom operator.
+# run(comm, function, x, *params): `run`, or a custom operator in the backward pass of one.
 Run = Callable[..., Tensor]
 
 _grad_enabled = torch.is_grad_enabled  # bound once: every call uses it
@@ -69,15 +70,19 @@ class Collective(Function):
     communicates: ClassVar[bool] = True
     forward_name: ClassVar[str]  # in the flight recorder
     backward_name: ClassVar[str]
-    operator: ClassVar[Callable[..., Tensor]]  # (x, key of the communicator, *params): torch.ops.pynccl.<name>
+    operator: ClassVar[Callable[..., Tensor]]  # (x, key of the communicator, call, *params): torch.ops.pynccl.<name>
+    compiled: ClassVar[Callable[..., Tensor]]  # (x, comm, *params): the same in a function that torch.compile traces
 
     def __init_subclass__(cls) -> None:
-        cls.forward_name, cls.backward_name = f"{cls.__name__}.forward", f"{cls.__name__}.backward"
+        cls.forward_name, cls.backward_name = forward_name, _ = f"{cls.__name__}.forward", f"{cls.__name__}.backward"
         if name := getattr(cls, "name", ""):
 
-            def operator(x: Tensor, key: str, *params: Any) -> Tensor:
-                y: Tensor = getattr(torch.ops.pynccl, name)(x, key, *params)
+            def operator(x: Tensor, key: str, call: str, *params: Any) -> Tensor:
+                y: Tensor = getattr(torch.ops.pynccl, name)(x, key, call, *params)[0]
                 return y
+
+            def compiled(x: Tensor, comm: Communicator, *params: Any) -> Tensor:
+                return operator(x, key_of(comm), forward_call(comm, forward_name), *params)
 
             pull_back = cls.pull_back.__func__  # type: ignore[attr-defined]
 
@@ -85,7 +90,7 @@ class Collective(Function):
                 return pull_back(cls, ctx, g)
 
             # In this form torch.compile can trace the operator, and compiled autograd the backward.
-            cls.operator = staticmethod(operator)
+            cls.operator, cls.compiled = staticmethod(operator), staticmethod(compiled)
             cls.backward = staticmethod(backward)  # type: ignore[method-assign]
 
     @staticmethod
@@ -119,7 +124,7 @@ class Collective(Function):
     def forward(cls, x: Tensor, comm: Communicator, *params: Any) -> Tensor:
         # beneath torch.func transforms: see runs_as_operator
         if dispatch_modes() or x.is_meta or (type(x) is not Tensor and has_no_values(x)):
-            return cls.operator(x, key_of(comm), *params)
+            return cls.operator(x, key_of(comm), "", *params)
         if not has_storage(x):
             check_memory(cls.name, x)
         launch, result = cls.prepare(x, comm, *params)
@@ -235,12 +240,12 @@ def run(comm: Communicator, function: type[Collective], x: Tensor, *params: Any)
         return function.on_one_rank(x, *params)
     if torch.compiler.is_compiling():
         check_compiled()
-        return function.operator(x, key_of(comm), *params)
+        return function.compiled(x, comm, *params)
     if not x.requires_grad and _grad_enabled():
         x = require_grad(x)
     # Inlined fast checks before the call of runs_as_operator: every collective passes here, forward and backward.
     if (dispatch_modes() or x.is_meta or type(x) is not Tensor) and runs_as_operator(x):
-        return function.operator(x, key_of(comm), *params)
+        return function.operator(x, key_of(comm), "", *params)
     y: Tensor = function.apply(x, comm, *params)
     return y
 

@@ -3,8 +3,9 @@
 Each operator is built from a `Collective`: the kernel and the shapes from `prepare`, the backward from `adjoint`, the
 vmap rule from `batched`. The string `key_of(comm)` identifies a communicator. Operators do not support forward mode:
 they raise an error, where torch would silently drop the tangent. Under torch.compile no grad_fn is added (see
-ops/__init__.py), so requires_grad must be the same on all ranks. torch.compile removes a collective whose result is not
-used; ranks that run the same program all remove it.
+ops/__init__.py), so requires_grad must be the same on all ranks. compiled.py keeps the calls in their order.
+
+An operator returns its result in a list, because torch may move an operator that returns a tensor next to its use.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 from pynccl import Communicator
 
 from .collective import Collective, check_not_in_group, communicator, key_of
+from .compiled import attribute_compiled, backward_call, keep_calls
 from .ops.all_gather import AllGather, ReduceScatter, Split
 from .ops.all_reduce import AllReduce, Copy
 from .ops.all_to_all import AllToAll
@@ -47,11 +49,6 @@ FUNCTIONS: tuple[type[Collective], ...] = (
 )
 
 
-def run_operator(comm: Communicator, function: type[Collective], x: Tensor, *params: Any) -> Tensor:
-    """Run a collective as an operator, also in the backward passes of operators, which may be traced."""
-    return function.operator(x, key_of(comm), *params)
-
-
 def _check_no_tangents(function: type[Collective]) -> None:
     """Raise in forward mode: the kernel cannot see whether x has a tangent. Forward mode is off if a Function, which
     has a jvp rule, calls the operator."""
@@ -63,39 +60,51 @@ def _check_no_tangents(function: type[Collective]) -> None:
 
 
 def _register(function: type[Collective]) -> None:
-    def kernel(x: Tensor, comm: str, *params: Any) -> Tensor:
+    def kernel(x: Tensor, key: str, call: str, *params: Any) -> list[Tensor]:
         _check_no_tangents(function)
-        launch, result = function.prepare(x, communicator(comm), *params)
+        comm = communicator(key)
+        launch, result = function.prepare(x, comm, *params)
         if function.communicates:
             check_not_in_group(function.name)
-        launch(None)
-        return result()
+        with attribute_compiled(comm, call):
+            launch(None)
+        return [result()]
 
-    def fake(x: Tensor, comm: str, *params: Any) -> Tensor:
+    def fake(x: Tensor, key: str, call: str, *params: Any) -> list[Tensor]:
         _check_no_tangents(function)
-        return function.prepare(x, communicator(comm), *params).result()
+        return [function.prepare(x, communicator(key), *params).result()]
 
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, key, *ctx.params = inputs
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+        x, key, ctx.call, *ctx.params = inputs
         ctx.comm, ctx.shape = communicator(key), x.shape
         ctx.fetch_token = None if detect_fake_mode() else save_token()
         if not function.linear:
-            ctx.save_for_backward(x, output)
+            ctx.save_for_backward(x, *output)
 
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradients: list[Tensor]) -> tuple[Any, ...]:
         if ctx.fetch_token is not None:
             ctx.fetch_token()
-        dx = function.cotangent(run_operator, ctx.comm, g, ctx.shape, ctx.saved_tensors, ctx.params)
-        return dx, None, *(None,) * len(ctx.params)
 
-    def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, comm: str, *params: Any) -> tuple[Tensor, int]:
-        return function.operator(x.movedim(in_dims[0], 0), comm, *function.batched(*params)), 0
+        def run(comm: Communicator, adjoint: type[Collective], g: Tensor, *params: Any) -> Tensor:
+            call = backward_call(comm, function.backward_name, ctx.call)
+            return adjoint.operator(g, key_of(comm), call, *params)
 
-    schema = f"(Tensor x, str comm, {function.schema}) -> Tensor"
+        dx = function.cotangent(run, ctx.comm, gradients[0], ctx.shape, ctx.saved_tensors, ctx.params)
+        # torch takes an empty list for a list of tensors, whose gradient is a list
+        return dx, None, None, *([] if param == [] else None for param in ctx.params)
+
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], x: Tensor, key: str, call: str, *params: Any
+    ) -> tuple[list[Tensor], list[int]]:
+        return [function.operator(x.movedim(in_dims[0], 0), key, call, *function.batched(*params))], [0]
+
+    schema = f"(Tensor x, str comm, str call, {function.schema}) -> Tensor[]"
     made = torch.library.custom_op(f"pynccl::{function.name}", kernel, mutates_args=(), schema=schema)
     made.register_fake(fake)
     made.register_autograd(backward, setup_context=setup_context)
     made.register_vmap(vmap)
+    if function.communicates:
+        keep_calls(made)
 
 
 for _function in FUNCTIONS:

@@ -7,6 +7,7 @@ else keeps working. tests/autograd/test_torch_internals.py checks that all of th
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import pkgutil
 import sys
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.graph import get_gradient_edge
 
-from pynccl.watch.frames import walk_outwards
+from pynccl.watch.frames import call_site, is_user_line, walk_outwards
 
 NAMES: list[str] = []  # all names that are looked up below
 
@@ -101,6 +102,51 @@ def is_tracing() -> bool:
     if not dispatch_modes():
         return False
     return any(_mode_of(key) is not None for key in (_ModeKey.FAKE, _ModeKey.PROXY))
+
+
+# Operators in the graphs of torch.compile: see compiled.py.
+
+# The mode that traces operators into a graph.
+ProxyTorchDispatchMode: Any = _find("torch.fx.experimental.proxy_tensor.ProxyTorchDispatchMode")
+# Registers a function that dead code elimination keeps.
+has_side_effect: Callable[[Any], Any] = _find("torch.fx.node.has_side_effect")
+# What torch.compile knows about the graph that it is making, and the program's stack there.
+_TracingContext = _find("torch._guards.TracingContext")
+_graph_stack = _find("torch._guards.TracingContext.extract_stack")
+# Of inductor, once it is imported, which takes seconds: how an operator becomes its node, the nodes of collectives, which
+# it runs in the order of the graph, and of tensors.
+INDUCTOR = (
+    "torch._inductor.lowering.register_lowering",
+    "torch._inductor.ir._CollectiveKernel.create_out_of_place",
+    "torch._inductor.ir.TensorBox.create",
+)
+
+
+def compiled_graph() -> Any:
+    """Return an object that identifies the graph that torch.compile is making, or None."""
+    return _TracingContext.try_get()
+
+
+def traced_line() -> str:
+    """Return file:line of the innermost user code that torch.compile is tracing."""
+    frames = [f"{frame.filename}:{frame.lineno}" for frame in reversed(_graph_stack())]
+    return next((frame for frame in frames if is_user_line(frame)), "") or call_site()
+
+
+def lower_as_collective(operator: Any) -> None:
+    """Make inductor, if it is imported, run the calls of this operator in the order of the graph."""
+    if "torch._inductor.lowering" in sys.modules:
+        _lower_as_collective(operator)
+
+
+@functools.cache
+def _lower_as_collective(operator: Any) -> None:
+    register_lowering, create_node, tensor = map(_find, INDUCTOR)
+
+    def lowering(*args: Any) -> list[Any]:
+        return [tensor(result) for result in create_node(operator, *args)]
+
+    register_lowering(operator, type_promotion_kind=None)(lowering)
 
 
 # Forward mode.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from pynccl.bindings.values import attribute, shown
 from ..agreement import check_on_all_ranks
 from ..arguments import as_int, check_call, check_dim
 from ..collective import Collective, CollectiveCall, operation
-from ..wire import Prepared, RecvBuffer, Splits, contiguous_copy, recv_buffer, recv_from, send_to, sum_tensors, to_wire
+from ..wire import Prepared, RecvBuffer, contiguous_copy, recv_buffer, recv_from, send_to, sum_tensors, to_wire
 
 Halo = int | tuple[int, int] | Sequence[tuple[int, int]]
 
@@ -51,15 +51,14 @@ def halo_exchange(x: Tensor, comm: Communicator, dim: int, halo: Halo) -> Any:
 class HaloExchange(Collective):
     """Overwrite the halos of x along `dim` with the neighbours' borders. The Function behind `halo_exchange`.
 
-    borders  widths that the left and the right neighbour need of this rank; None: (right, left), for equal halos on all
-             ranks
+    borders  widths that the left and the right neighbour need of this rank: (right, left) for equal halos on all ranks
 
     forward    x [.., left + interior + right, ..] -> y, same shape     halo of y_r = border of the neighbour's interior
     backward   g, same shape -> same shape                              halo_reduce(g)
     """
 
     name = "halo_exchange"
-    schema = "int dim, int left, int right, int[]? borders=None"
+    schema = "int dim, int left, int right, int[] borders"
     dim_indices = (0,)
 
     @staticmethod
@@ -67,7 +66,7 @@ class HaloExchange(Collective):
         return CollectiveCall(HaloReduce, g, params)
 
     @staticmethod
-    def prepare(x: Tensor, comm: Communicator, dim: int, left: int, right: int, borders: Splits = None) -> Prepared:
+    def prepare(x: Tensor, comm: Communicator, dim: int, left: int, right: int, borders: Sequence[int]) -> Prepared:
         low, inner_low, inner_high, high = _bands(x, dim, left, right, borders)
         launch, from_left, from_right = _neighbours(comm, inner_low, inner_high, low, high)
 
@@ -89,7 +88,7 @@ class HaloReduce(Collective):
     """
 
     name = "halo_reduce"
-    schema = "int dim, int left, int right, int[]? borders=None"
+    schema = "int dim, int left, int right, int[] borders"
     dim_indices = (0,)
 
     @staticmethod
@@ -97,7 +96,7 @@ class HaloReduce(Collective):
         return CollectiveCall(HaloExchange, g, params)
 
     @staticmethod
-    def prepare(x: Tensor, comm: Communicator, dim: int, left: int, right: int, borders: Splits = None) -> Prepared:
+    def prepare(x: Tensor, comm: Communicator, dim: int, left: int, right: int, borders: Sequence[int]) -> Prepared:
         low, inner_low, inner_high, high = _bands(x, dim, left, right, borders)
         launch, from_left, from_right = _neighbours(comm, low, high, inner_low, inner_high)
 
@@ -113,10 +112,10 @@ class HaloReduce(Collective):
         return Prepared(launch, result)
 
 
-def _bands(x: Tensor, dim: int, left: int, right: int, borders: Splits) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _bands(x: Tensor, dim: int, left: int, right: int, borders: Sequence[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return views along dim: left halo, border for the left neighbour, border for the right neighbour, right halo."""
     size = x.shape[dim]
-    to_left, to_right = (right, left) if borders is None else borders
+    to_left, to_right = borders
     return (
         x.narrow(dim, 0, left),
         x.narrow(dim, left, to_left),
@@ -148,8 +147,8 @@ def _neighbours(
 
 def check_halo(
     x: Tensor, dim: int, halo: Halo, comm: Communicator
-) -> tuple[int, int] | tuple[int, int, tuple[int, int]]:
-    """Return this rank's (left, right). If halos may differ by rank, add the widths that the neighbours need."""
+) -> tuple[int, int, tuple[int, int]]:
+    """Return this rank's (left, right), and the widths that its neighbours need."""
     halos, equal = _halos(halo, comm)
     left, right = halos[comm.rank]
     to_left = halos[comm.rank - 1][1] if comm.rank else 0
@@ -163,7 +162,7 @@ def check_halo(
             f"must be as wide as the adjacent halos, {needed}), but x has {x.shape[dim]} on rank {comm.rank}; pass "
             "narrower halos, or use fewer ranks"
         )
-    return (left, right) if equal else (left, right, (to_left, to_right))
+    return left, right, (right, left) if equal else (to_left, to_right)
 
 
 def _halos(halo: Any, comm: Communicator) -> tuple[list[tuple[int, int]], bool]:

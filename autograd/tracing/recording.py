@@ -205,7 +205,7 @@ class Recording(Observer):
     def _call(self, calls: list[Observed], stream: int, begin: Any) -> Slice:
         comm = calls[0].comm
         keys = dict.fromkeys(key for call in calls for key in self._keys(call))
-        function, forward_site = attributions.get(threading.get_ident(), ("", ""))
+        function, forward_site, _ = attributions.get(threading.get_ident(), ("", "", ""))
         stack, in_backward = self._thread.modules, backward_pass() != _NO_PASS
         phase = ("recompute" if in_backward else "forward") if stack else "backward" if in_backward else ""
         args = arguments(calls, function)

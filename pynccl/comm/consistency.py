@@ -13,12 +13,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import sys
+import threading
 from collections.abc import Iterable, Sequence
 
 from ..bindings.abi import DataType, Result
 from ..bindings.errors import NcclInvalidUsage
 from ..bindings.library import Library, gpu_count
 from ..interop.devices import cuda_core
+from ..watch.attribution import attributions
 from ..watch.frames import call_site
 from ..watch.layout import UNNUMBERED
 from .base import Comm, check_group_result, locked
@@ -43,8 +45,11 @@ def compare_texts(texts: dict[Comm, str], streams: Iterable[int] = ()) -> None:
     """`compare` for calls given as text.   streams: the streams that the calls will use"""
     for comm in texts:
         comm.check_alive()
-    site = call_site()
-    for comm, rows in exchange({comm: f"{text}\0{site}" for comm, text in texts.items()}, streams).items():
+    site, compared = call_site(), ""
+    if attributions and (note := attributions.get(threading.get_ident())) is not None:
+        function, line, compared = note
+        site += f" ({function} of {line})" if line else ""
+    for comm, rows in exchange({comm: f"{text}{compared}\0{site}" for comm, text in texts.items()}, streams).items():
         compare_rows(rows, comm.rank, "every rank must make the same collective calls in the same order")
 
 

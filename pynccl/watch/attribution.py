@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import threading
 
-# Thread -> (function, line of its forward call). It is almost always empty, and then costs a call nothing.
-attributions: dict[int, tuple[str, str]] = {}
+# Thread -> (function, line of its forward call, what PYNCCL_CHECK=1 compares besides the call). It is almost always empty, and then costs a call nothing.
+attributions: dict[int, tuple[str, str, str]] = {}
 
 
 class attribute_calls:
@@ -16,8 +16,8 @@ class attribute_calls:
 
     __slots__ = ("_before", "_note")
 
-    def __init__(self, function: str, site: str = "") -> None:
-        self._note = (function, site)
+    def __init__(self, function: str, site: str = "", compared: str = "") -> None:
+        self._note = (function, site, compared)
 
     def __enter__(self) -> None:
         thread = threading.get_ident()

@@ -65,6 +65,8 @@ def user_site(depth: int = 2) -> str:
     """Return the same as `call_site`, but "" if there is none, as in callbacks from C (atexit, autograd hooks).
 
     depth  number of innermost frames, including this one, that are known to be internal: they are skipped for free"""
+    if _call_sites and (site := _call_sites.get(threading.get_ident())):
+        return site
     try:
         frame: FrameType | None = sys._getframe(depth)
     except ValueError:  # the stack is not that deep
@@ -74,15 +76,16 @@ def user_site(depth: int = 2) -> str:
         if not internal_files[file]:
             return f"{file}:{frame.f_lineno}"
         frame = frame.f_back
-    return _call_sites.get(threading.get_ident(), "")
+    return ""
 
 
-_call_sites: dict[int, str] = {}  # thread -> call site in the other thread on whose behalf it makes calls
+_call_sites: dict[int, str] = {}  # thread -> the line to which its calls are attributed
 
 
 @contextlib.contextmanager
 def called_from(site: str) -> Iterator[None]:
-    """Context manager: attribute the calls of this thread to another thread's call site."""
+    """Context manager: attribute the calls of this thread to a line that is not on its stack: of another thread, or of
+    code that torch.compile has replaced."""
     _call_sites[threading.get_ident()] = site
     try:
         yield
@@ -94,6 +97,8 @@ def _is_internal(file: str) -> bool:
     if file.startswith("<"):
         return not file.startswith(_TYPED_IN)
     folders = [_FOLDER]
+    if generated := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):  # set by torch itself when it first writes code there
+        folders.append(generated + os.sep)
     for name in _PACKAGES:
         if init := getattr(sys.modules.get(name), "__file__", None):
             folders.append(os.path.dirname(init) + os.sep)
@@ -144,6 +149,11 @@ def stack_of_call(threads: Stacks, thread: int) -> list[str]:
     backward pass in threads of its own."""
     frames = threads.get(thread, [])
     return frames if user_line(frames) else main_stack(threads)
+
+
+def is_user_line(line: str) -> bool:
+    """Return whether "file:line" is user code."""
+    return not internal_files[_file_of(line)]
 
 
 def user_line(frames: Sequence[str]) -> str:

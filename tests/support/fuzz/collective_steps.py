@@ -116,6 +116,46 @@ def check_apart(ys: Sequence[Tensor], op: str) -> None:
         raise Unfit
 
 
+class Ignored(Kind):
+    """A sum without gradient that only some ranks use. The others must make the call, too."""
+
+    weight = 2.0
+
+    @staticmethod
+    def propose(draw: Draw) -> Proposal:
+        at = draw.pick_unreplicated(lambda value: value.same_shape)
+        return (at,), {"users": [rank for rank in range(draw.n) if draw.chance(0.4)]}
+
+    @staticmethod
+    def simulate(values: Sequence[Value], args: dict[str, Any], n: int) -> Value:
+        ys = values[0].ys
+        y = total(ys).detach()
+        return Value(tuple(x + y if rank in args["users"] else x + 0 for rank, x in enumerate(ys)), False)
+
+    @staticmethod
+    def write(names: Sequence[str], args: dict[str, Any]) -> Text:
+        call = f'ad.all_reduce({names[0]}.detach(), comm, grad="sum").detach()'
+        return Text(f"{names[0]} + {call} if comm.rank in {args['users']} else ({call}, {names[0]} + 0)[1]")
+
+
+class Twice(Kind):
+    """The sum of one tensor twice: equal calls, which a compiler may merge on some ranks and not on others."""
+
+    weight = 2.0
+
+    @staticmethod
+    def propose(draw: Draw) -> Proposal:
+        at = draw.pick_unreplicated(lambda value: value.same_shape)
+        return (at,), {"copies": [draw.chance(0.5) for _ in range(draw.n)]}
+
+    simulate = staticmethod(lambda values, args, n: same(total(values[0].ys) * 2, n, "sum"))
+
+    @staticmethod
+    def write(names: Sequence[str], args: dict[str, Any]) -> Text:
+        again = f"({names[0]} * 1 if {args['copies']}[comm.rank] else {names[0]})"
+        return Text(" + ".join(f'ad.all_reduce({x}, comm, grad="sum")' for x in (names[0], again)))
+
+
 class Copy(_Collective):
     takes = ("reduce_dtype",)
     propose = staticmethod(

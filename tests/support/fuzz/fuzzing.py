@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from ranks import RankError, RankPool
@@ -23,12 +23,18 @@ _STEPS = (collective_steps, exchange_steps, local_steps, partition_steps)  # imp
 
 
 class Mode(NamedTuple):
-    """style: see writing.py; excluded: traits of steps that its programs must not have."""
+    """style: see writing.py; excluded: traits of steps that its programs must not have; compiler: options of
+    torch.compile."""
 
     style: str = "function"
     excluded: frozenset[str] = frozenset({"inplace"})
     batch: int = 8
     exact: bool = False  # double precision only
+    compiler: dict[str, Any] | None = None
+
+
+def _compiled(style: str = "function", excluded: frozenset[str] = frozenset(), **compiler: Any) -> Mode:
+    return Mode(style, excluded | {"partition", "layer", "inplace"}, batch=1, exact=True, compiler=compiler)
 
 
 # The tensors saved for the backward pass decide when a checkpoint is recomputed. If ranks differ in this, they hang.
@@ -50,8 +56,13 @@ MODES: dict[str, Mode] = {
     "no_grad": Mode(excluded=frozenset()),
     "no_grad start": Mode("start", excluded=frozenset()),
     "vmap": Mode(excluded=frozenset({"partition", "inplace"}), exact=True),
-    "compile": Mode(excluded=frozenset({"partition", "layer", "inplace"}), batch=1, exact=True),
-    "compile start": Mode("start", excluded=frozenset({"partition", "layer", "inplace"}), batch=1, exact=True),
+    "compile": _compiled(backend="aot_eager"),
+    "compile start": _compiled("start", backend="aot_eager"),
+    "compile checkpoint": _compiled("checkpoint", SAME_SAVED, backend="aot_eager"),
+    "inductor": _compiled(),
+    "inductor dynamic": _compiled(dynamic=True),
+    "inductor checkpoint": _compiled("checkpoint", SAME_SAVED),
+    "inductor no_grad": _compiled(),
 }
 
 
@@ -92,13 +103,13 @@ def trial(mode: str, seed: int, n: int) -> Trial:
     dtype = rng.choice([torch.float64] * 4 + [torch.complex128]) if how.exact else None
     program = draw(seed, n, excluded=how.excluded, dtype=dtype)
     torch_rng = torch.Generator().manual_seed(seed)
-    base = mode.partition(" ")[0]
+    base = "no_grad" if mode.endswith("no_grad") else mode.partition(" ")[0]
     batch = 3 if base == "vmap" else 0
     leaves = [_batched(leaf, batch, torch_rng) for leaf in program.leaves]
     frozen = None
     if base == "frozen":
         frozen = [[rng.random() < 0.5 for _ in range(n)] for _ in program.leaves]
-    job = Job(seed, source(program, how.style), base, leaves, [], [], frozen=frozen)
+    job = Job(seed, source(program, how.style), base, leaves, [], [], frozen=frozen, compiler=how.compiler)
     job = job._replace(style=rng.choice(["loss", "loss", "sum", "direct"]) if base != "double" else "loss")
     return _expect(program, job, rng, torch_rng)
 
@@ -147,7 +158,7 @@ def _expect(program: Program, job: Job, rng: random.Random, torch_rng: torch.Gen
         ws: list[Tensor | None] = list(_draws(value, torch_rng))
         if job.style == "sum":
             ws = [torch.ones_like(w) for w in ws if w is not None]
-        if not value.replicated and job.mode != "compile" and rng.random() < 0.3:
+        if not value.replicated and job.compiler is None and rng.random() < 0.3:
             ws = [w if rng.random() < 0.5 else None for w in ws]
         weights.append(ws)
     job = job._replace(weights=weights, seconds=seconds)
@@ -280,6 +291,7 @@ def _count(summary: Summary, mode: str, case: Trial, by_rank: list[Found] | Rank
     if isinstance(by_rank, RankError):
         wrong = [shortened(by_rank)]
     else:
+        wrong += _other_order(by_rank)
         for r, found in enumerate(by_rank):
             compared, differing = compare(case, r, found)
             summary.comparisons += compared
@@ -287,6 +299,12 @@ def _count(summary: Summary, mode: str, case: Trial, by_rank: list[Found] | Rank
     if wrong:
         n = case.program.n
         summary.failures.append(Failure(mode, case.job.seed, n, "\n".join(wrong[:12]), case.text()))
+
+
+def _other_order(by_rank: list[Found]) -> list[str]:
+    """Return how the collective calls of a rank differ from those of rank 0."""
+    calls = [list(found.calls) for found in by_rank]
+    return [f"rank {r}: calls {own}\n    rank 0: {calls[0]}" for r, own in enumerate(calls) if own != calls[0]]
 
 
 def compare(case: Trial, r: int, found: Found) -> tuple[int, list[str]]:
@@ -305,7 +323,7 @@ def compare(case: Trial, r: int, found: Found) -> tuple[int, list[str]]:
     atol = LOW.get(case.program.dtype, TOLERANCE) * scale
     wrong = []
     count = 0
-    for field in Found._fields:
+    for field in ("outputs", "first", "second"):
         mine, theirs = getattr(found, field), getattr(expected, field)
         if len(mine) != len(theirs):
             wrong.append(f"rank {r}: {len(mine)} {field}, expected {len(theirs)}")

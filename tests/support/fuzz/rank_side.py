@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import pynccl_autograd as ad
 from pynccl import Communicator
+from pynccl.watch.reader import read_file
+from pynccl.watch.records import CallRecord
 
 from .partition_steps import block
 
@@ -25,15 +28,17 @@ class Job(NamedTuple):
     weights: list[list[Tensor | None]]  # of the outputs in the loss; None: the rank does not use it
     seconds: list[list[Tensor]]  # of the gradients in the second loss; the leaves' tangents in forward mode
     style: str = "loss"  # how the backward pass begins: "loss", "sum" (weights are 1), "direct"
+    compiler: Mapping[str, Any] | None = None  # options of torch.compile
     frozen: list[list[bool]] | None = None
 
 
 class Found(NamedTuple):
-    """Results of a rank: values of the outputs, derivatives by leaf (None where there is none)."""
+    """Results of a rank: values of the outputs, derivatives by leaf (None where there is none), collective calls."""
 
     outputs: list[Tensor]
     first: list[Tensor | None]
     second: list[Tensor | None]
+    calls: Sequence[str] = ()
 
 
 _modules: dict[Any, Any] = {}
@@ -81,7 +86,20 @@ def warm_up(comm: Communicator) -> None:
 
 
 def run(comm: Communicator, jobs: list[Job]) -> list[Found]:
-    return [run_one(comm, job) for job in jobs]
+    found = []
+    for job in jobs:
+        before = recorded_calls(comm)[-1].entry
+        one = run_one(comm, job)
+        calls = [call for call in recorded_calls(comm) if call.entry > before and call.collective]
+        found.append(one._replace(calls=[f"{call.operation} {call.count} {call.function} {call.forward_site} {call.site}" for call in calls]))
+    return found
+
+
+def recorded_calls(comm: Communicator) -> list[CallRecord]:
+    """Return the newest calls of the communicator, oldest first, from the flight recorder."""
+    track = comm._track
+    assert track is not None
+    return next(one for one in read_file(track.recorder.path).comms if one.uid == track.uid).calls
 
 
 def run_one(comm: Communicator, job: Job) -> Found:
@@ -89,9 +107,9 @@ def run_one(comm: Communicator, job: Job) -> Found:
     names["block"] = block
     exec(job.source, names)
     program = names["program"]
-    if job.mode == "compile":
+    if job.compiler is not None:
         torch._dynamo.reset()
-        program = torch.compile(program, fullgraph=True, backend="aot_eager")
+        program = torch.compile(program, fullgraph=True, **job.compiler)
     leaves = [by_rank[comm.rank].clone() for by_rank in job.leaves]
     if job.mode == "forward":
         return _forward_mode(comm, job, program, leaves)

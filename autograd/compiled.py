@@ -1,0 +1,118 @@
+"""Collectives under torch.compile: each call runs once, in the order of the program, on every rank alike.
+
+NCCL matches the calls of the ranks by their order. torch.compile removes operators whose result is not used, merges
+equal ones, moves them between forward and backward pass, and reorders them by the memory of the tensors around them,
+which differs between ranks. Five properties of the operators prevent this:
+
+    dead code elimination     the operators have a side effect                           `keep_calls`
+    equal calls               the argument `call` is different for each call of a graph  `forward_call`
+    partition of the passes   outputs are saved, in checkpoints too; calls of the
+                              backward pass stay there                                   `_mark`
+    reordering for locality   an operator returns a list, whose elements torch leaves
+                              where they are (under no_grad)                             operators.py
+    inductor's scheduler      an operator becomes inductor's own node of collectives,
+                              which are chained                                          `lower_as_collective`
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import Counter
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy
+
+from pynccl import Communicator
+from pynccl.watch.attribution import attribute_calls
+from pynccl.watch.frames import called_from
+
+from .torch_internals import (
+    ProxyTorchDispatchMode,
+    compiled_graph,
+    has_side_effect,
+    lower_as_collective,
+    traced_line,
+)
+
+
+def keep_calls(definition: Any) -> None:
+    """Make torch.compile keep every call of a custom operator, in the order of the program.
+
+    definition  what torch.library.custom_op returned"""
+    has_side_effect(definition._opoverload)
+    definition.register_torch_dispatch(ProxyTorchDispatchMode, _trace)
+
+
+def _trace(mode: Any, operator: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """Trace a call of the operator, as torch does it, and mark its node in the graph."""
+    lower_as_collective(operator)
+    result = mode.__torch_dispatch__(operator, types, args, kwargs)
+    _mark(next(node for node in reversed(mode.tracer.graph.nodes) if node.target is operator))
+    return result
+
+
+def _mark(node: Any) -> None:
+    """Tell the partitioner of forward and backward pass that this node runs once, where the program runs it.
+
+    Checkpoints too would recompute, on each rank, only what the rank's own backward pass needs."""
+    if node.meta.get("partitioner_tag") == "is_backward":
+        node.meta["partitioner_tag"] = "must_be_in_backward"
+    else:
+        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+# The argument `call` of an operator: "3 AllReduce.forward model.py:12", the third call on its communicator in the graph.
+# Calls of the backward pass have negative numbers, and the line of their forward call. "" outside torch.compile.
+_numbers: weakref.WeakKeyDictionary[Any, Counter[tuple[Communicator, int]]] = weakref.WeakKeyDictionary()
+
+
+@torch.compiler.assume_constant_result
+def forward_call(comm: Communicator, name: str) -> str:
+    """Return the argument `call` of the forward call that torch.compile is tracing."""
+    return _next_call(comm, name, traced_line(), 1)
+
+
+def backward_call(comm: Communicator, name: str, call: str) -> str:
+    """Return the argument `call` of a call in the backward pass of `call`."""
+    return _next_call(comm, name, call.split(" ", 2)[2], -1) if call else ""
+
+
+def _next_call(comm: Communicator, name: str, line: str, sign: int) -> str:
+    graph = compiled_graph()
+    if graph is None:
+        return ""
+    numbers = _numbers.setdefault(graph, Counter())
+    numbers[comm, sign] += 1
+    return f"{sign * numbers[comm, sign]} {name} {line}"
+
+
+def attribute_compiled(comm: Communicator, call: str) -> contextlib.AbstractContextManager[object]:
+    """Return a context in which the flight recorder and the comparison of PYNCCL_CHECK=1 know the calls as `call`."""
+    if not call or not comm._is_recorded:
+        return contextlib.nullcontext()
+    number, name, line = call.split(" ", 2)
+    order = _order(comm, int(number)) if comm.checking else ""
+    if int(number) < 0:  # as in eager mode: the line is that of loss.backward()
+        return attribute_calls(name, line, order)
+    stack = contextlib.ExitStack()
+    stack.enter_context(attribute_calls(name, "", order))
+    stack.enter_context(called_from(line))
+    return stack
+
+
+_seen: weakref.WeakKeyDictionary[Communicator, dict[bool, set[int]]] = weakref.WeakKeyDictionary()
+
+
+def _order(comm: Communicator, number: int) -> str:
+    """Return "" if the compiled graph has run as many calls on comm as the program has before this one, else a text that
+    the ranks compare: they may run their calls in another order, but all in the same."""
+    passes = _seen.setdefault(comm, {})
+    seen = passes.setdefault(number > 0, set())
+    if number in seen:  # the graph, or another one, runs from its start
+        seen = passes[number > 0] = set()
+    seen.add(number)
+    if abs(number) == len(seen):
+        return ""
+    return f", call {abs(number)} of the program, run as call {len(seen)} by torch.compile"
