@@ -29,9 +29,11 @@ from pynccl.watch.attribution import attribute_calls
 from pynccl.watch.frames import called_from
 
 from .torch_internals import (
+    CheckpointMode,
     ProxyTorchDispatchMode,
     compiled_graph,
     has_side_effect,
+    is_tracing,
     lower_as_collective,
     traced_line,
 )
@@ -43,6 +45,7 @@ def keep_calls(definition: Any) -> None:
     definition  what torch.library.custom_op returned"""
     has_side_effect(definition._opoverload)
     definition.register_torch_dispatch(ProxyTorchDispatchMode, _trace)
+    definition.register_torch_dispatch(CheckpointMode, _trace_in_checkpoint)
 
 
 def _trace(mode: Any, operator: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -53,6 +56,11 @@ def _trace(mode: Any, operator: Any, types: Any, args: Any, kwargs: Any) -> Any:
     return result
 
 
+def _trace_in_checkpoint(mode: Any, operator: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """Call the operator in a checkpoint. While torch.compile traces, the checkpoint must not mark it as recomputed."""
+    return operator(*args, **kwargs) if is_tracing() else mode.__torch_dispatch__(operator, types, args, kwargs)
+
+
 def _mark(node: Any) -> None:
     """Tell the partitioner of forward and backward pass that this node runs once, where the program runs it.
 
@@ -60,7 +68,8 @@ def _mark(node: Any) -> None:
     if node.meta.get("partitioner_tag") == "is_backward":
         node.meta["partitioner_tag"] = "must_be_in_backward"
     else:
-        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        for saved in (node, *node.users):  # the list, and its element
+            saved.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 # The argument `call` of an operator: "3 AllReduce.forward model.py:12", the third call on its communicator in the graph.

@@ -108,6 +108,8 @@ def is_tracing() -> bool:
 
 # The mode that traces operators into a graph.
 ProxyTorchDispatchMode: Any = _find("torch.fx.experimental.proxy_tensor.ProxyTorchDispatchMode")
+# The mode of checkpoints that choose by operator what they recompute; all checkpoints, under torch.compile.
+CheckpointMode: Any = _find("torch.utils.checkpoint._CachingTorchDispatchMode")
 # Registers a function that dead code elimination keeps.
 has_side_effect: Callable[[Any], Any] = _find("torch.fx.node.has_side_effect")
 # What torch.compile knows about the graph that it is making, and the program's stack there.
