@@ -45,8 +45,8 @@ class PyncclBackend(Collectives):
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, name: str, serves: bool = False) -> None:
         super().__init__(rank, size)
         self._serves = serves
-        self._title, self._timeout = name, timeout
-        self._store = self._meet(store)
+        self._title, self._store, self._timeout = name, store, timeout
+        self._own_store = self._meet(store)
         _open.add(self)
         self._lanes: dict[str, Lane] = {}
         self._channels: dict[tuple[int, int, str], Channel] = {}
@@ -61,7 +61,7 @@ class PyncclBackend(Collectives):
         the names of its groups again, when a send or recv of the destroyed group may still wait for its peer."""
         if self.size() == 1:  # torch can make several such groups on different ranks, with the same store prefix
             store = HashStore()
-        store, clock = PrefixStore("pynccl", store), Clock(self._timeout.total_seconds())
+        store, clock = PrefixStore("pynccl/group", store), Clock(self._timeout.total_seconds())
         rendezvous = Rendezvous(store, self.rank(), self.size(), clock, _SERVER, _DUPLICATE_HINT)
         rendezvous.join(b"")
         return rendezvous.store
@@ -75,7 +75,7 @@ class PyncclBackend(Collectives):
             return found
         with self._making:
             if device.type not in self._lanes:
-                store = Prefixed(self._store, f"{device.type}/")
+                store = Prefixed(self._own_store, f"{device.type}/")
                 self._lanes[device.type] = Lane(self._connect(device, store, self.rank(), self.size(), self._title))
             return self._lanes[device.type]
 
@@ -158,7 +158,7 @@ class PyncclBackend(Collectives):
         key = (sender, receiver, device.type)
         with self._making:
             if key not in self._channels:
-                store = Prefixed(self._store, f"{device.type}/{sender}-{receiver}/")
+                store = Prefixed(self._own_store, f"{device.type}/{sender}-{receiver}/")
                 name = f"{self._title}: rank {sender} is 0, rank {receiver} is 1"  # for messages
                 pair_rank = 0 if self.rank() == sender else 1
                 connect = partial(self._connect, device, store, pair_rank, 2, name)
