@@ -6,7 +6,6 @@ import atexit
 import os
 import sys
 import time
-from collections import Counter
 from typing import Any
 
 from ..bindings.errors import NcclInvalidUsage
@@ -43,7 +42,7 @@ def init(
     Without torchrun, rank 0 serves the store: on the loopback interface only if MASTER_ADDR is 127.0.0.1, ::1 or
     localhost, on MASTER_ADDR only if that is an address of its node, otherwise on all interfaces.
 
-    All ranks must call it equally often. Raises
+    All ranks must call it equally often, after a failure or a restart by torchrun too. Raises
 
     - NcclInvalidUsage outside a launch, or if RANK or WORLD_SIZE are inconsistent between ranks;
     - NcclTimeout naming the ranks that never joined, or why the store was not reached;
@@ -52,7 +51,7 @@ def init(
     """
     clock = Clock(timeout)
     env = read_environment()
-    rendezvous = Rendezvous(_next_store(env, clock), env.rank, env.nranks, clock, _SERVER, _DUPLICATE_HINT)
+    rendezvous = Rendezvous(_store_of(env, clock), env.rank, env.nranks, clock, _SERVER, _DUPLICATE_HINT)
     try:
         return init_at(rendezvous, library, device, env.local_rank, config, env.serves)
     except Exception:
@@ -70,23 +69,18 @@ def _keep_store_alive() -> None:
     time.sleep(3.0)
 
 
-# By launch. Stores are kept until the process exits: rank 0 may be serving the store to ranks that are one call behind.
-# Failed calls are counted, too.
+# By launch. They are kept until the process exits: rank 0 may be serving the store to ranks that are one call behind.
 _stores: dict[tuple[str | None, ...], Any] = {}
-_calls: Counter[tuple[str | None, ...]] = Counter()
 
 
-def _next_store(env: LaunchEnv, clock: Clock) -> Any:
-    """Return the launch's store with a prefix unique to this call."""
+def _store_of(env: LaunchEnv, clock: Clock) -> Any:
+    """Return the launch's store, with a prefix that torch.distributed does not use."""
     from torch.distributed import PrefixStore
 
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the agent's store outlives a restart
-    launch = (*map(os.environ.get, ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")), restart)
-    number = _calls[launch]
-    _calls[launch] += 1  # even if connecting fails: the other ranks count this call
+    launch = tuple(map(os.environ.get, ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")))
     if launch not in _stores:
-        _stores[launch] = PrefixStore(f"pynccl/{restart}", open_store(env, clock))
-    return PrefixStore(str(number), _stores[launch])
+        _stores[launch] = PrefixStore("pynccl", open_store(env, clock))
+    return _stores[launch]
 
 
 # ---------------------------------------------------------------------------------------------- the environment

@@ -1,9 +1,18 @@
 """Rendezvous at a store, through which rank 0 distributes the id. Missing, duplicate and failed ranks are named.
 
-Keys: `claims/R` counts the processes with rank R, `rank/R` describes the first one, `came` lists the ranks that joined,
-`arrived/N` counts the ranks with world size N, `id` is rank 0's id. `over` ends the rendezvous on all ranks, with
-success or an error that all raise; `ends` counts the ranks that set it. The number of store operations per rank does
-not depend on the world size, except for polling.
+A store outlives a rendezvous, and often the processes too, so every rendezvous at it has a number:
+
+- Rank 0 issues the next number. If the last rendezvous is not over, its rank 0 has died; ranks that wait there follow.
+- The other ranks take the last number, or wait for the next if that one is over. If it failed without them, since their
+  process began, they raise its error; if it timed out without them, they do so only if rank 0 does not try again.
+- A process takes the place of an earlier one with its rank. If that one still waits, it reports both.
+
+Keys: `issued` is the last number. Keys of number N start with `N/`: `claims/R` counts the processes with rank R,
+`rank/R/I` describes the I-th of them, `came` lists the ranks that joined, `arrived/S` counts the processes with world
+size S, `all/S` is set once all ranks of such a world have joined, `id` is rank 0's id. `over` ends the rendezvous on
+all ranks: rank 0 completes it, and any rank can end it with an error that all raise; `ends` counts the ranks that set
+it, `in/R` the processes that took part as rank R. Except for polling and for the last rank, which reads `came`, the
+number of store operations per rank does not depend on the world size.
 """
 
 from __future__ import annotations
@@ -11,18 +20,20 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from ..bindings.errors import NcclError, NcclInvalidUsage, NcclRemoteError, NcclTimeout
 from ..bindings.workers import Clock, Wait
-from ..watch.store import append, lines, read
+from ..watch.folder import process_start_time
+from ..watch.store import Prefixed, append, lines, read
 
-T = TypeVar("T")
-
-_COMPLETE = "met"
-_ERRORS: dict[str, type[NcclError]] = {"usage": NcclInvalidUsage, "remote": NcclRemoteError}
-_MAX_PAUSE = 0.1
+_COMPLETE, _FOLLOW, _LATE = "complete", "follow", "late"  # follow: take the next number
+_ERRORS: dict[str, type[NcclError]] = {"usage": NcclInvalidUsage, "remote": NcclRemoteError, _LATE: NcclTimeout}
+_FAILED = ("usage", "remote")  # a rank that comes later raises the error; after _LATE it waits for another try
+_MIN_PAUSE, _MAX_PAUSE = 0.001, 0.1
+_MAX_PAUSE_OF_RANK_0 = 0.02  # all others wait for it
 _REPORT_SECONDS = 2.0  # limit for reporting this rank's failure to a store that may not answer
 _MIN_REPORT_SECONDS = 0.2  # the same after Ctrl-C, or at the deadline
 
@@ -30,6 +41,7 @@ _MIN_REPORT_SECONDS = 0.2  # the same after Ctrl-C, or at the deadline
 class Rendezvous:
     """The rendezvous, as seen by one rank.
 
+    store           after `join`, with keys that no other rendezvous uses
     server          what serves the store, for messages
     duplicate_hint  for messages: why two processes may have the same rank, and what to do
     on_complete     called once all ranks have joined"""
@@ -46,15 +58,18 @@ class Rendezvous:
     ) -> None:
         self.store, self.rank, self.nranks, self.clock = store, rank, nranks, clock
         self.server, self.duplicate_hint, self.on_complete = server, duplicate_hint, on_complete
+        self._shared = store
+        self._number = 0  # 0: not known yet
 
     def join(self, identity: bytes) -> bytes:
         """Wait until all ranks have joined and return the id. Raises if ranks are missing, duplicate or failed."""
-        return self._ask(lambda wait: self._join(identity, wait))
-
-    def use_next_prefix(self, prefixed: Callable[[str, Any], Any]) -> None:
-        """Switch to a prefix unique to this call. The store counts the calls, since it may outlive a process group."""
-        number = self._ask(lambda _: self.store.add(f"calls/{self.rank}", 1))
-        self.store = prefixed(str(number), self.store)
+        wait = Wait(self.clock)
+        try:
+            return wait.run_in_worker(lambda: self._join(identity, wait), self._no_answer)
+        except NcclError:
+            raise
+        except RuntimeError as error:  # DistError and subclasses; FileStore raises plain RuntimeError
+            raise self._lost(error) from error
 
     def report(self, error: BaseException) -> None:
         """Report to the other ranks that this rank failed."""
@@ -63,83 +78,132 @@ class Rendezvous:
         with contextlib.suppress(Exception):  # the original error is more important
             no_answer = NcclTimeout("the store does not answer")
             wait = Wait(Clock(max(seconds, _MIN_REPORT_SECONDS)))
-            wait.run_in_worker(lambda: self._finish("remote", text), lambda: no_answer)
-
-    def _ask(self, call: Callable[[Wait], T]) -> T:
-        """Make `call(wait)` in a worker thread, since the store may never answer."""
-        wait = Wait(self.clock)
-        try:
-            return wait.run_in_worker(lambda: call(wait), self._no_answer)
-        except NcclError:
-            raise
-        except RuntimeError as error:  # DistError and subclasses; FileStore raises plain RuntimeError
-            raise self._lost(error) from error
+            wait.run_in_worker(lambda: self._fail(text), lambda: no_answer)
 
     # The methods below run in the worker thread.
 
     def _join(self, identity: bytes, wait: Wait) -> bytes:
-        self._register(identity)
-        self._wait_for_all(wait)
+        complete = False
+        while not complete:
+            self._number = self._issue() if self.rank == 0 else self._take(wait)
+            self.store = self._keys(self._number)
+            complete = self._wait_for_all(self._register(identity), wait)
         found: bytes = self.store.get("id")
         self.on_complete()
         return found
 
-    def _register(self, identity: bytes) -> None:
-        if self.store.add(f"claims/{self.rank}", 1) > 1:
-            self._raise_duplicate()
-        self.store.set(f"rank/{self.rank}", f"{self.nranks} {_describe_process()}")
-        append(self.store, "came", str(self.rank))
-        if self.rank == 0:
-            self.store.set("id", identity)
-        if self.store.add(f"arrived/{self.nranks}", 1) == self.nranks:
-            self._finish(_COMPLETE)
+    def _fail(self, text: str) -> None:
+        number = self._number or (self._issue() if self.rank == 0 else self._unfinished(self._issued()))
+        keys = self._keys(number)
+        keys.add(f"claims/{self.rank}", 1)  # so that the next call takes the next number
+        _end(keys, "remote", text)
 
-    def _wait_for_all(self, wait: Wait) -> None:
-        pause, compared = 0.001, False
-        while not self.store.check(["over"]):  # store.wait() would miss an error, and warns
-            if not compared and self.store.check(["rank/0"]):
-                self._compare_sizes()
-                compared = True
+    # The number
+
+    def _keys(self, number: int) -> Any:
+        return Prefixed(self._shared, f"{number}/")
+
+    def _issued(self) -> int:
+        return int(self._shared.add("issued", 0))
+
+    def _issue(self) -> int:
+        """Issue the next number, as rank 0."""
+        number = int(self._shared.add("issued", 1))
+        for earlier in range(number - 1, 0, -1):
+            if (keys := self._keys(earlier)).check(["over"]):
+                break
+            _end(keys, _FOLLOW)
+        # an earlier run's rank may have failed before its rank 0 came
+        return number if self._unfinished(number) == number else self._issue()
+
+    def _take(self, wait: Wait) -> int:
+        """Return the last number that rank 0 issued; wait for the next if this rank has no place in that one."""
+        issued, pause = self._issued(), _MIN_PAUSE
+        number = self._unfinished(max(issued, 1))
+        while number > issued and not (keys := self._keys(number)).check(["rank/0/1"]) and not keys.check(["over"]):
             if self.clock.left() <= 0:
-                raise self._missing_ranks()
+                raise NcclTimeout(self._no_next(number))
             wait.pause(pause)
             pause = min(2 * pause, _MAX_PAUSE)
-        kind, _, text = read(self.store, "over").partition("\n")
-        if kind != _COMPLETE:
-            raise _ERRORS.get(kind, NcclRemoteError)(text)
+        return number
 
-    def _compare_sizes(self) -> None:
-        size, _, process = read(self.store, "rank/0").partition(" ")
-        if size != str(self.nranks):
-            self._finish(
-                "usage",
-                f"rank 0 ({process}) has world size {size}, "
-                f"rank {self.rank} ({_describe_process()}) has {self.nranks}: "
-                "WORLD_SIZE (or nranks) must be the same on all ranks",
-            )
+    def _no_next(self, number: int) -> str:
+        last = self._keys(number - 1)
+        if number > 1 and last.check(["over"]) and not last.check([f"claims/{self.rank}"]):
+            kind, _, text = _read_end(last)
+            if kind == _LATE:
+                return f"{self._waited()}: it came too late, and rank 0 has not called again since\n  {text}"
+        return _missing(self._waited(), [0])
 
-    def _raise_duplicate(self) -> None:
-        key = f"rank/{self.rank}"
-        other = read(self.store, key).partition(" ")[2] if self.store.check([key]) else "another process"
+    def _unfinished(self, number: int) -> int:
+        """Return the first number from `number` on which does not belong to an earlier call or run."""
+        while (keys := self._keys(number)).check(["over"]):
+            kind, ended, _ = _read_end(keys)
+            earlier_run = ended < process_start_time()
+            if kind in _FAILED and not earlier_run and not keys.check([f"claims/{self.rank}"]):
+                break
+            number += 1
+        return number
+
+    # The ranks
+
+    def _register(self, identity: bytes) -> int:
+        """Return how many processes with this rank have joined."""
+        claim = int(self.store.add(f"claims/{self.rank}", 1))
+        self.store.set(f"rank/{self.rank}/{claim}", f"{self.nranks} {_describe_process()}")
+        if self.rank == 0:
+            self.store.set("id", identity)
+        append(self.store, "came", str(self.rank))
+        if self.store.add(f"arrived/{self.nranks}", 1) >= self.nranks and not self._absent():
+            self.store.set(f"all/{self.nranks}", "1")
+        return claim
+
+    def _wait_for_all(self, claim: int, wait: Wait) -> bool:
+        """Return whether the rendezvous is complete; False: another follows."""
+        pause, longest = _MIN_PAUSE, _MAX_PAUSE if self.rank else _MAX_PAUSE_OF_RANK_0
+        while not self.store.check(["over"]):  # store.wait() would miss an error, and warns
+            self._check_ranks(claim, wait)
+            if self.clock.left() <= 0:
+                _end(self.store, _LATE, _missing(self._waited(), self._absent()))
+            wait.pause(pause)
+            pause = min(2 * pause, longest)
+        kind, _, text = _read_end(self.store)
+        if kind == _FOLLOW and self.rank == 0:
+            self._raise_duplicate(self._keys(self._issued()), "rank/0/1")
+        if kind == _COMPLETE and self.store.add(f"in/{self.rank}", 1) > 1:
+            self._raise_duplicate(self.store, f"rank/{self.rank}/{2 if claim == 1 else 1}")
+        if kind in (_COMPLETE, _FOLLOW):
+            return kind == _COMPLETE
+        raise _ERRORS.get(kind, NcclRemoteError)(text)
+
+    def _check_ranks(self, claim: int, wait: Wait) -> None:
+        """End the rendezvous if all ranks have joined, or if two contradict each other."""
+        if self.store.check([newer := f"rank/{self.rank}/{claim + 1}"]):
+            wait.pause(0)  # not if this call has been given up: then the newer process, or call, replaces it
+            self._raise_duplicate(self.store, newer)
+        if self.rank == 0:
+            if self.store.check([f"all/{self.nranks}"]):
+                _end(self.store, _COMPLETE)
+            return
+        if self.store.check(["rank/0/1"]):
+            size, _, process = read(self.store, "rank/0/1").partition(" ")
+            if size != str(self.nranks):
+                text = f"rank 0 ({process}) has world size {size}, rank {self.rank} ({_describe_process()}) has "
+                hint = "WORLD_SIZE (or nranks) must be the same on all ranks"
+                _end(self.store, "usage", f"{text}{self.nranks}: {hint}")
+
+    def _raise_duplicate(self, keys: Any, key: str) -> None:
+        """End the rendezvous with the error that `key` describes another process with this rank, and raise it."""
+        other = read(keys, key).partition(" ")[2] if keys.check([key]) else "another process"
         text = f"two processes have rank {self.rank}: {other} and {_describe_process()}; {self.duplicate_hint}"
-        if not self.store.check(["over"]):  # otherwise the rendezvous completed without this process
-            self._finish("usage", text)
+        if other == _describe_process():
+            text = f"rank {self.rank} called it twice at the same time ({other}); {self.duplicate_hint}"
+        _end(keys, "usage", text)
         raise NcclInvalidUsage(text)
 
-    def _finish(self, kind: str, text: str = "") -> None:
-        first = self.store.add("ends", 1) == 1
-        if first or kind != _COMPLETE:  # a rank may have failed after joining, before the last one joined
-            self.store.set("over", f"{kind}\n{text}")
-
-    def _missing_ranks(self) -> NcclTimeout:
+    def _absent(self) -> list[int]:
         came = set(lines(self.store, "came"))
-        missing = [rank for rank in range(self.nranks) if str(rank) not in came]
-        if not missing:
-            return NcclTimeout(f"{self._waited()}: all ranks started to join, but one exited; look for its first error")
-        return NcclTimeout(
-            f"{self._waited()}: ranks {missing} never joined\n"
-            "  look for their first error; if they are only slow, pass a longer timeout="
-        )
+        return [rank for rank in range(self.nranks) if str(rank) not in came]
 
     # Store failures
 
@@ -156,6 +220,29 @@ class Rendezvous:
 
     def _waited(self) -> str:
         return f"rank {self.rank} of {self.nranks} waited {self.clock.seconds()}"
+
+
+def _end(keys: Any, kind: str, text: str = "") -> None:
+    """End the rendezvous with these keys. An error replaces another end: a rank may fail after all have joined."""
+    first = keys.add("ends", 1) == 1
+    if first or kind not in (_COMPLETE, _LATE):
+        keys.set("over", f"{kind}\n{time.time()}\n{text}")
+
+
+def _read_end(keys: Any) -> tuple[str, float, str]:
+    """Return how the rendezvous ended: the kind, the time, the error."""
+    kind, _, rest = read(keys, "over").partition("\n")
+    ended, _, text = rest.partition("\n")
+    return kind, float(ended), text
+
+
+def _missing(waited: str, ranks: list[int]) -> str:
+    if not ranks:
+        return f"{waited}: all ranks started to join, but one exited; look for its first error"
+    return (
+        f"{waited}: ranks {ranks} never joined\n"
+        "  look for their first error; if they are only slow, pass a longer timeout="
+    )
 
 
 def could_not_start(rank: int, error: BaseException) -> str:

@@ -29,7 +29,9 @@ _WATCH_LOCK_SECONDS = 1.5  # for the lock of the hang diagnosis file
 _MAX_KEY_BYTES = 1 << 16  # torch's FileStore begins with the length of its first key
 
 _SERVER = "the process that serves it"
-_DUPLICATE_HINT = "every process needs its own rank, and every call its own store or PrefixStore(name, store)"
+_DUPLICATE_HINT = (
+    "every process needs its own rank; call it once at a time at a store, or pass PrefixStore(name, store)"
+)
 _DUPLICATE_HINT_GROUP = "all ranks of a process group must call from_process_group equally often"
 
 
@@ -45,7 +47,9 @@ def from_store(
     library: Library | None = None,
     local_rank: int | None = None,
 ) -> Communicator:
-    """Create the communicator of ranks 0..nranks-1 that share a torch.distributed store. Use a store for one call only.
+    """Create the communicator of ranks 0..nranks-1 that share a torch.distributed store.
+
+    A store can be used again, after a failure and by a later run too: by all ranks, one call at a time.
 
     timeout  seconds for the rendezvous and NCCL's init together; the store's own timeout is ignored. Store operations
              that block past the deadline are left running in a thread.
@@ -103,7 +107,6 @@ def from_process_group(
         raise ValueError(f"from_process_group: {shown(group)} has no store; use from_mpi for MPI ranks")
     store = dist.PrefixStore("pynccl", shared)
     rendezvous = Rendezvous(store, rank, nranks, clock, _SERVER, _DUPLICATE_HINT_GROUP)
-    rendezvous.use_next_prefix(dist.PrefixStore)
     try:
         local = read_local_rank()
     except NcclInvalidUsage as error:
@@ -150,7 +153,7 @@ def from_file(
     """Create the communicator of ranks that share a file system.
 
     path  a file that does not exist yet, in a folder that all ranks can write to. It is removed once all ranks have
-          joined. A failed run leaves it behind, and the next run asks you to remove it.
+          joined. A failed run leaves it behind, for the next run to use.
 
     The other arguments are those of `from_store`. Raises NcclSystemError if the file cannot be written, and
     NcclInvalidUsage if it has other contents. Blocked ranks exchange their positions in a second file,
@@ -162,10 +165,10 @@ def from_file(
     path = os.fsdecode(path)
     store = _file_store(path, clock)
     server = f"the file system of {path}"
-    duplicate_hint = f"every process needs its own rank; or {path} is left over from an earlier run: remove it"
+    duplicate_hint = "every process needs its own rank, and every job its own file"
 
     def remove_file() -> None:
-        if store.add("left", 1) == nranks:
+        if rendezvous.store.add("left", 1) == nranks:
             with contextlib.suppress(OSError):
                 os.unlink(path)
 

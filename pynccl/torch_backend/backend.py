@@ -20,6 +20,7 @@ from ..bootstrap.join import init_at
 from ..bootstrap.rendezvous import Rendezvous
 from ..comm.base import explained
 from ..comm.communicator import Communicator
+from ..watch.store import Prefixed
 from . import c10d
 from .collectives import Collectives
 from .messages import Channel
@@ -45,6 +46,7 @@ class PyncclBackend(Collectives):
         super().__init__(rank, size)
         self._serves = serves
         self._title, self._store, self._timeout = name, store, timeout
+        self._own_store = self._meet(store)
         _open.add(self)
         self._lanes: dict[str, Lane] = {}
         self._channels: dict[tuple[int, int, str], Channel] = {}
@@ -53,6 +55,16 @@ class PyncclBackend(Collectives):
         self._batch: tuple[list[torch.Tensor], list[Call], list[Copy]] | None = None
         if not gpu_count():
             self._lane(torch.device("cpu"))  # early, so that missing ranks are reported here
+
+    def _meet(self, store: Any) -> Any:
+        """Wait for the ranks of the group. Return a store for this group alone: after destroy_process_group torch uses
+        the names of its groups again, when a send or recv of the destroyed group may still wait for its peer."""
+        if self.size() == 1:  # torch can make several such groups on different ranks, with the same store prefix
+            store = HashStore()
+        store, clock = PrefixStore("pynccl/group", store), Clock(self._timeout.total_seconds())
+        rendezvous = Rendezvous(store, self.rank(), self.size(), clock, _SERVER, _DUPLICATE_HINT)
+        rendezvous.join(b"")
+        return rendezvous.store
 
     def communicator(self, kind: str = "") -> Communicator:
         """Return the group's communicator for tensors on "cpu" or "cuda"; "": the GPU's if there is a GPU."""
@@ -63,7 +75,7 @@ class PyncclBackend(Collectives):
             return found
         with self._making:
             if device.type not in self._lanes:
-                store = PrefixStore(f"pynccl/{device.type}", self._store)
+                store = Prefixed(self._own_store, f"{device.type}/")
                 self._lanes[device.type] = Lane(self._connect(device, store, self.rank(), self.size(), self._title))
             return self._lanes[device.type]
 
@@ -71,8 +83,6 @@ class PyncclBackend(Collectives):
         if device.type not in ("cpu", "cuda"):
             raise ValueError(f"the tensor is on {device}, expected cpu or cuda")
         library = load("host") if device.type == "cpu" else load()
-        if size == 1:  # torch can make several such groups on different ranks, with the same store prefix
-            store = HashStore()
         config = CommConfig(comm_name=name) if library.is_host or library.version >= _NAMED_SINCE else None
         clock, where = Clock(self._timeout.total_seconds()), None if library.is_host else device
         comm = init_at(
@@ -148,7 +158,7 @@ class PyncclBackend(Collectives):
         key = (sender, receiver, device.type)
         with self._making:
             if key not in self._channels:
-                store = PrefixStore(f"pynccl/{device.type}/{sender}-{receiver}", self._store)
+                store = Prefixed(self._own_store, f"{device.type}/{sender}-{receiver}/")
                 name = f"{self._title}: rank {sender} is 0, rank {receiver} is 1"  # for messages
                 pair_rank = 0 if self.rank() == sender else 1
                 connect = partial(self._connect, device, store, pair_rank, 2, name)

@@ -87,5 +87,10 @@ def factor(op: Any) -> Any:
     return op.__getstate__()[1]
 
 
+def name_groups_anew() -> None:
+    """Restart torch's numbers of groups, as destroy_process_group does: they are the names, which the ranks share."""
+    dist.distributed_c10d._world.group_count = 0
+
+
 def register(make: Any) -> None:
     dist.Backend.register_backend("pynccl", make, extended_api=True, devices=["cpu", "cuda"])

@@ -31,7 +31,7 @@ def enable_cross_node(track: Track, store: Any, serves: bool) -> None:
     own = track.recorder
     with own.sharing:
         known = (*(other.exchange for other in own.tracks), own.exchange)
-        found = next((exchange for exchange in known if exchange is not None and exchange.store is store), None)
+        found = next((exchange for exchange in known if exchange is not None and exchange.store == store), None)
         track.exchange = own.exchange = found or Exchange(store, track.uid, track.size)
     track.exchange.serves = track.exchange.serves or serves
 

@@ -1,10 +1,10 @@
-"""The rendezvous store: lists kept in it, and a client whose operations have a timeout."""
+"""The rendezvous store: lists kept in it, prefixes of its keys, and a client whose operations have a timeout."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ..bindings.workers import GRACE_SECONDS, NoAnswer, QueryWorker
 from .layout import printable
@@ -39,6 +39,35 @@ def read(store: Any, key: str) -> str:
 def _appends(store: Any) -> bool:
     """Return whether append() works. torch's FileStore has the method, but has_extended_api() is False there."""
     return hasattr(store, "append") and (not hasattr(store, "has_extended_api") or bool(store.has_extended_api()))
+
+
+class Prefixed(NamedTuple):
+    """A store whose keys all start with a prefix. Unlike torch's PrefixStore, it takes any object with a store's
+    methods, and two with the same store and prefix are equal."""
+
+    underlying_store: Any
+    prefix: str
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self.underlying_store.add(self.prefix + key, amount))
+
+    def get(self, key: str) -> bytes:
+        return bytes(self.underlying_store.get(self.prefix + key))
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self.underlying_store.set(self.prefix + key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self.underlying_store.check([self.prefix + key for key in keys]))
+
+    def append(self, key: str, value: str) -> None:
+        self.underlying_store.append(self.prefix + key, value)
+
+    def has_extended_api(self) -> bool:
+        return _appends(self.underlying_store)
+
+    def clone(self) -> Prefixed:
+        return Prefixed(self.underlying_store.clone(), self.prefix)
 
 
 class StoreClient:

@@ -20,7 +20,7 @@ from rendezvous_servers import AT_ONCE, End, end_of, free_port, interrupted, set
 
 import pynccl
 from pynccl import Communicator
-from pynccl.bootstrap import from_process_group
+from pynccl.bootstrap import env, from_process_group
 
 TIMEOUT = 1.0
 PROCESSES = 8
@@ -75,7 +75,7 @@ def join_locked_file(path: str, ended_by: Callable[..., End] = end_of) -> End:
 def join_stale_file(path: str) -> End:
     first = end_of(lambda: pynccl.from_file(path, 0, 2, timeout=0.2))
     assert first.message.splitlines()[0] == "rank 0 of 2 waited 0.2 s: ranks [1] never joined"
-    return end_of(lambda: pynccl.from_file(path, 0, 2))
+    return end_of(lambda: pynccl.from_file(path, 0, 2, timeout=TIMEOUT))
 
 
 def join_alone(path: str) -> End:
@@ -116,9 +116,9 @@ WAITS: dict[str, tuple[Callable[[str], End], str, tuple[str, ...]]] = {
     ),
     "locked file": (join_locked_file, LATE, ("the lock of the rendezvous file {} was not released within 1 s",)),
     "file left over": (
-        join_stale_file,
-        "NcclInvalidUsage",
-        ("two processes have rank 0: process ", "or {} is left over from an earlier run: remove it"),
+        join_stale_file,  # the file can be used again
+        LATE,
+        ("rank 0 of 2 waited 1 s: ranks [1] never joined",),
     ),
     "id": (
         lambda path: end_of(lambda: Communicator.init(3, pynccl.get_unique_id(), 1, timeout=TIMEOUT)),
@@ -196,7 +196,11 @@ def test_contradicting_ranks_raise_on_all_ranks(processes: RankPool) -> None:
 def lose_rank_0(place: Place, port: int) -> End:
     set_environment(place.rank, 3, port)
     if place.rank == 0:
-        end_of(lambda: pynccl.init(timeout=1))
+        serve = threading.Thread(target=lambda: pynccl.init(timeout=50), daemon=True)
+        serve.start()
+        while not (stores := [store for launch, store in env._stores.items() if str(port) in launch]):
+            serve.join(0.01)
+        stores[0].wait(["1/rank/1/1"], timedelta(seconds=50))  # rank 1 has joined
         os._exit(0)
     return end_of(pynccl.init)
 
