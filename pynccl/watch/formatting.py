@@ -74,7 +74,7 @@ def place(site: str) -> str:
 def line_of(site: str) -> str:
     """ "/home/me/data.py:41 next_batch" -> "/home/me/data.py:41"."""
     path, colon, rest = site.partition(":")
-    return f"{path}:{rest.split()[0]}" if colon and rest.split() else ""
+    return f"{path}:{rest.split()[0].rstrip(',')}" if colon and rest.split() else ""
 
 
 def at(site: str) -> str:

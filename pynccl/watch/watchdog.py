@@ -197,7 +197,7 @@ class Watchdog:
         main = frames.main_stack(threads)
         chosen = frames.stack_of_call(threads, overdue.track.thread) if overdue is not None and overdue.inside else main
         stack = frames.user_stack(chosen)
-        self.recorder.write_where(frames.user_line(main), stack)
+        self.recorder.write_where(frames.place(main), stack)
         return stack
 
     def _report(self, overdue: OverdueCall, text: str, abort: bool) -> None:
