@@ -272,7 +272,7 @@ def comm_name(config: CommConfig | None, otherwise: str) -> str:
 
 def explained(error: NcclError, track: Track | None) -> NcclError:
     """Return the error, with a diagnosis from the records of all ranks if another rank may have caused it."""
-    if track is None or track.size == 1 or not isinstance(error, _PEER_ERRORS) or track.explains:
+    if track is None or track.size == 1 or not isinstance(error, _PEER_ERRORS) or track.explains or error.verdict:
         return error
     track.explains = True  # once: later failures have the same cause
     try:

@@ -31,7 +31,7 @@ def _make(opts: Any, backend_options: Any = None) -> PyncclBackend:
     if not ranks and (flight_recorder := recorder()) is not None and flight_recorder.head.rank < 0:
         flight_recorder.head.rank = rank  # for messages: RANK is not set
     serves = (ranks[rank] if ranks else rank) == 0 and not agent_serves()
-    return PyncclBackend(opts.store, rank, opts.group_size, opts.timeout, name, serves)
+    return PyncclBackend(opts.store, rank, opts.group_size, opts.timeout, name, ranks, serves)
 
 
 def register() -> None:

@@ -38,12 +38,22 @@ class PyncclBackend(Collectives):
     """A process group over pynccl, with one communicator for CPU tensors and one for CUDA tensors, made on first use.
 
     communicator(kind)  the communicator for "cpu" or "cuda"; the first call for each is collective
+    ranks               global rank of each rank; (): all ranks of the launch
     serves              whether this process serves the store
     """
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, name: str, serves: bool = False) -> None:
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        name: str,
+        ranks: Sequence[int] = (),
+        serves: bool = False,
+    ) -> None:
         super().__init__(rank, size)
-        self._serves = serves
+        self._serves, self._ranks = serves, list(ranks or range(size))
         self._title, self._store, self._timeout = name, store, timeout
         _open.add(self)
         self._lanes: dict[str, Lane] = {}
@@ -64,10 +74,12 @@ class PyncclBackend(Collectives):
         with self._making:
             if device.type not in self._lanes:
                 store = PrefixStore(f"pynccl/{device.type}", self._store)
-                self._lanes[device.type] = Lane(self._connect(device, store, self.rank(), self.size(), self._title))
+                self._lanes[device.type] = Lane(self._connect(device, store, self._title, range(self.size())))
             return self._lanes[device.type]
 
-    def _connect(self, device: torch.device, store: Any, rank: int, size: int, name: str) -> Communicator:
+    def _connect(self, device: torch.device, store: Any, name: str, members: Sequence[int]) -> Communicator:
+        """Make the communicator of these ranks of the group, in this order."""
+        rank, size, ranks = members.index(self.rank()), len(members), [self._ranks[member] for member in members]
         if device.type not in ("cpu", "cuda"):
             raise ValueError(f"the tensor is on {device}, expected cpu or cuda")
         library = load("host") if device.type == "cpu" else load()
@@ -75,9 +87,8 @@ class PyncclBackend(Collectives):
             store = HashStore()
         config = CommConfig(comm_name=name) if library.is_host or library.version >= _NAMED_SINCE else None
         clock, where = Clock(self._timeout.total_seconds()), None if library.is_host else device
-        comm = init_at(
-            Rendezvous(store, rank, size, clock, _SERVER, _DUPLICATE_HINT), library, where, None, config, self._serves
-        )
+        rendezvous = Rendezvous(store, rank, size, clock, _SERVER, _DUPLICATE_HINT, ranks=ranks)
+        comm = init_at(rendezvous, library, where, None, config, self._serves)
         self._limit(comm)
         return comm
 
@@ -136,7 +147,9 @@ class PyncclBackend(Collectives):
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> Work:
         [x] = tensors
         if self._batch is None:
-            return self._channel(src, self.rank(), x.device).post(x, tag)
+            work = self._channel(src, self.rank(), x.device).post(x, tag)
+            work.source = src
+            return work
         copies: list[Copy] = []
         buffer = target(x, copies)
         return self._run([x], [lambda comm, stream: comm.recv(buffer, src, stream=stream)], None, copies)
@@ -149,10 +162,11 @@ class PyncclBackend(Collectives):
         with self._making:
             if key not in self._channels:
                 store = PrefixStore(f"pynccl/{device.type}/{sender}-{receiver}", self._store)
-                name = f"{self._title}: rank {sender} is 0, rank {receiver} is 1"  # for messages
-                pair_rank = 0 if self.rank() == sender else 1
-                connect = partial(self._connect, device, store, pair_rank, 2, name)
-                self._channels[key] = Channel(self.rank(), sender, receiver, connect, self._check)
+                pair = (sender, receiver)
+                source, target = (self._ranks[rank] for rank in pair)
+                name = f"{self._title}: rank {source} to rank {target}"
+                connect = partial(self._connect, device, store, name, pair)
+                self._channels[key] = Channel(self.rank() == sender, source, target, connect, self._check)
             return self._channels[key]
 
     def _check(self) -> None:
@@ -186,7 +200,8 @@ class PyncclBackend(Collectives):
         if self.rank() not in ranks:
             return None
         name = getattr(opts, "group_name", "") or f"{self._title}.split"
-        return PyncclBackend(store, list(ranks).index(self.rank()), len(ranks), self._timeout, name)
+        members = [self._ranks[rank] for rank in ranks]
+        return PyncclBackend(store, list(ranks).index(self.rank()), len(ranks), self._timeout, name, members)
 
     def eager_connect_single_device(self, device: torch.device | None) -> None:
         if device is not None:

@@ -77,20 +77,28 @@ def user_site(depth: int = 2) -> str:
         if not internal_files[file]:
             return f"{file}:{frame.f_lineno}"
         frame = frame.f_back
-    return _call_sites.get(threading.get_ident(), "")
+    return _posted.get(threading.get_ident(), ("", 0))[0]
 
 
-_call_sites: dict[int, str] = {}  # thread -> call site in the other thread on whose behalf it makes calls
+_posted: dict[
+    int, tuple[str, int]
+] = {}  # thread that runs posted calls -> their call site in the program, their stream
 
 
 @contextlib.contextmanager
-def called_from(site: str) -> Iterator[None]:
-    """Context manager: attribute the calls of this thread to another thread's call site."""
-    _call_sites[threading.get_ident()] = site
+def posted_at(site: str, stream: int) -> Iterator[None]:
+    """Context manager: this thread makes calls that the program posted at `site` and may wait for later, by waiting for
+    this host stream."""
+    _posted[threading.get_ident()] = (site, stream)
     try:
         yield
     finally:
-        del _call_sites[threading.get_ident()]
+        del _posted[threading.get_ident()]
+
+
+def posting_stream() -> int:
+    """Return the stream for which the program waits if it waits for the calls of this thread; 0: they are its own."""
+    return _posted.get(threading.get_ident(), ("", 0))[1]
 
 
 def _is_internal(file: str) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .dead_ranks import describe_end, find_unavailable_ranks
-from .formatting import call_site, ranks_text, seconds
+from .formatting import call_site, seconds
 from .job import MAX_LINES, Job, Member, names_of
 from .mismatches import find_mismatches
 from .records import DEAD, FAILED, ProcessRecord
@@ -181,7 +181,7 @@ def _not_entered(graph: WaitGraph, point: SyncPoint, members: Sequence[Member]) 
     for rank in point.arrived:
         if point.group.members[rank].process is members[0].process:
             fix = "if one thread makes the calls of both ranks, put them into a pynccl.group()"
-            details.append(f"rank {rank} waits there in the same process: {fix}")
+            details.append(f"{point.group.names([rank])} waits there in the same process: {fix}")
     return graph.finding(
         kind,
         Weight.NOT_ENTERED,
@@ -196,7 +196,7 @@ def _not_entered(graph: WaitGraph, point: SyncPoint, members: Sequence[Member]) 
 def _no_record(graph: WaitGraph, point: SyncPoint) -> Finding:
     ranks = [rank for rank, why in point.missing.items() if why == NO_RECORD]
     why = "it has not entered init, runs on another node, or uses another PYNCCL_WATCH_DIR"
-    text = f"no record of {ranks_text(ranks)} of comm '{point.group.name}' ({why})"
+    text = f"no record of {point.group.names(ranks)} of comm '{point.group.name}' ({why})"
     text += f"; {point.waiting()} in {point.describe()}"
     ended = [process for process in graph.job.processes if process.gave_up]  # their errors may say more
     ended.sort(key=lambda process: not process.end.startswith("NcclInvalidUsage"))
@@ -210,7 +210,7 @@ def _no_record(graph: WaitGraph, point: SyncPoint) -> Finding:
 def _matching_call(point: SyncPoint) -> str:
     """Return the call that the peer of a message must make."""
     waiter, call = next(iter(point.arrived.items()))
-    return f"{_MATCHING_CALLS[call.operation]} rank {waiter}"
+    return f"{_MATCHING_CALLS[call.operation]} rank {point.group.number(waiter)}"
 
 
 def _find_crossed(graph: WaitGraph) -> Iterator[Finding]:

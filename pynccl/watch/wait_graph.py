@@ -223,7 +223,7 @@ class WaitGraph:
     def _calls_of(self, member: Member) -> list[CallRecord]:
         """Return the calls in which a rank waits, or waited until it gave up."""
         gave_up = _gave_up(member)
-        found = [] if self._ended(member) else member.pending
+        found = [] if self._ended(member) else member.waits
         if member.comm.ended and not self.post_mortem and not gave_up:  # calls on streams ended with it
             found = [call for call in found if call.state == INSIDE]
         return found + gave_up
@@ -360,7 +360,7 @@ class WaitGraph:
             for absent in point.missing_because(NOT_ENTERED):
                 for other, member, call in self._waiting_at.get(id(absent.process), []):
                     on_stream = call.issued < member.comm.waits_at
-                    certain = call.state in (INSIDE, FAILED) or on_stream
+                    certain = call.state in (INSIDE, FAILED) or on_stream or call.posted
                     if other is not point and (certain or other in stuck):
                         point.blocked_by.setdefault(other, []).append(Dependency(member, call, None, certain))
 

@@ -125,7 +125,7 @@ def _call_cells(comm: CommRecord, call: CallRecord, now: float) -> list[str]:
         f"{_clock(call.issued)}.{int(call.issued % 1 * 1000):03d}" if call.issued else "-",
         took,
         call.state,
-        call_name(call),
+        call_name(call, comm.ranks),
         table.comm_name(comm),
         _what(call) or "-",
         f"{place(call.site)} {call.function}".strip() or "-",
