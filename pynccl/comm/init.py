@@ -77,6 +77,8 @@ def shrink(self: Self, exclude: Sequence[int], *, abort: bool = False, config: C
         raise ValueError(f"shrink: exclude is {ranks} on rank {self.rank}, expected other ranks, each once")
     struct = make_struct(config, self.library, "shrink")
     self._stopped = self._stopped or abort
+    if self._track is not None:
+        self._track.exclude(ranks)
     array = (ctypes.c_int * len(ranks))(*ranks)
     made = _derive(
         self,

@@ -164,7 +164,7 @@ class PyncclBackend(Collectives):
                 store = PrefixStore(f"pynccl/{device.type}/{sender}-{receiver}", self._store)
                 pair = (sender, receiver)
                 source, target = (self._ranks[rank] for rank in pair)
-                name = f"{self._title}: rank {source} to rank {target}"
+                name = f"rank {source} to rank {target}, messages of {self._title}"
                 connect = partial(self._connect, device, store, name, pair)
                 self._channels[key] = Channel(self.rank() == sender, source, target, connect, self._check)
             return self._channels[key]

@@ -124,6 +124,10 @@ class Job:
         self.processes = [process for process in processes if not process.comms or id(process) in self.members]
         self._several_hosts = len({process.host for process in self.processes}) > 1
 
+    def member_of(self, uid: str, rank: int) -> Member | None:
+        """Return a rank of a communicator; None if it has no record."""
+        return next((group.members.get(rank) for group in self.groups if group.uid == uid), None)
+
     def member(self, process: ProcessRecord, group: Group | None = None) -> Member | None:
         """Return the rank of a process in this communicator, else in its largest one."""
         places = self.members.get(id(process), [])

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from ctypes import c_char, c_double, c_int32, c_uint32, c_uint64
+from ctypes import c_char, c_double, c_int32, c_uint8, c_uint32, c_uint64
 from typing import Any
 
 MAGIC = b"pynccl flight recorder"
@@ -24,7 +24,7 @@ PAGE = 1 << 16  # alignment of a memory map that every architecture accepts
 STRINGS, STRING_BYTES = 2048, 160
 STRINGS_AT = 1 << 13
 REGIONS_AT = -(-(STRINGS_AT + STRINGS * STRING_BYTES) // PAGE) * PAGE
-REGION_HEAD = 6144
+REGION_HEAD = 7168
 LISTED_RANKS = 1024  # a communicator of up to this many ranks can list their global ranks
 CALLS = 2048  # kept per communicator
 
@@ -83,6 +83,10 @@ class CommHead(ctypes.Structure):
         ("ended_site", c_char * 160),
         ("error", c_char * 512),
         ("ranks", c_int32 * LISTED_RANKS),  # global rank of each of its ranks; all 0: unknown
+        (
+            "excluded",
+            c_uint8 * LISTED_RANKS,
+        ),  # 1 for each rank that its shrinks exclude, and that so does not call them
     )
 
 

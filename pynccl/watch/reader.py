@@ -74,12 +74,6 @@ def _related(records: list[Process], uid: str) -> list[Process]:
     return [record for record, uids in members if uids & reached]
 
 
-def ranks(path: str, uid: str) -> set[int]:
-    """Return the ranks of the communicator that have a record in this folder."""
-    records, _ = read_folder(path, calls=False)
-    return {comm.rank for record in records for comm in record.of(uid)}
-
-
 def read_file(path: str, calls: bool = True) -> Process:
     """Read a file. Raises BadRecord if it is not a flight recorder's, OSError if it cannot be opened."""
     with open(path, "rb", buffering=0) as file:
@@ -196,7 +190,8 @@ class _File:
             parent=get(head.parent),
             waits_at=self._seconds(head.waits_at),
             awaited_at=self._seconds(head.awaited_at),
-            ranks=list(head.ranks[: head.size]) if any(head.ranks) else [],
+            ranks=list(head.ranks[: head.size]) if any(bytes(head.ranks)) else [],
+            excluded=[rank for rank, excluded in enumerate(bytes(head.excluded)) if excluded],
             calls=self._calls(head, at) if calls else [],
             ended=get(head.ended) if head.state == layout.ENDED else "",
             ended_site=get(head.ended_site),

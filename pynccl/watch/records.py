@@ -89,6 +89,7 @@ class CommRecord:
     waits_at when its streams were last observed waiting for calls issued earlier
     awaited_at  since when the program waits for its posted calls; 0.0: it does not
     ranks    global rank of each of its ranks; []: unknown
+    excluded the ranks that its shrinks exclude, as this rank called them
     ended    "" while alive, else "destroyed", "aborted", "aborted at exit", ...; ended_site, ended_at: where, when
     """
 
@@ -106,6 +107,7 @@ class CommRecord:
     waits_at: float = 0.0
     awaited_at: float = 0.0
     ranks: list[int] = field(default_factory=list)
+    excluded: list[int] = field(default_factory=list)
     calls: list[CallRecord] = field(default_factory=list)
     ended: str = ""
     ended_site: str = ""

@@ -94,6 +94,12 @@ class Track:
         self.uid = uid
         self.write("uid", uid)
 
+    def exclude(self, ranks: Sequence[int]) -> None:
+        """Record that these ranks do not take part in a shrink."""
+        for rank in ranks:
+            if rank < layout.LISTED_RANKS:
+                self.comm_head.excluded[rank] = 1
+
     def write(self, what: str, text: str) -> None:
         """Write a text field of the communicator: name, device, made_at, parent, error."""
         layout.put(self.comm_head, what, text)

@@ -27,6 +27,7 @@ _STALLED_SECONDS = 10.0  # a call that all ranks have entered may take this long
 _STALLED_SECONDS_OF_COMM = 1.0  # the same for a communicator that has already failed or timed out
 _MAX_CROSSED = 3
 _POSSIBLE_CAUSES = "check the network between them, the GPUs, and the work before it on its stream"
+_CAUSES_OF_GROW = "the new ranks have not all called join_grown, or cannot be reached"
 _MATCHING_CALLS = {"send": "recv from", "recv": "send to", "wait_signal": "signal to"}
 
 
@@ -276,9 +277,10 @@ def _stalled(graph: WaitGraph, point: SyncPoint) -> Finding:
     members = [group.members[rank] for rank in point.arrived]
     gave_up = all(call.state == FAILED for call in point.arrived.values())
     how = f"{'gave up' if gave_up else 'not done'} after {seconds(point.age())}"
-    others = [rank for rank in group.members if rank not in point.arrived] if point.collective else [point.call.peer]
+    others = group.members.keys() - point.arrived.keys() - point.excluded if point.collective else {point.call.peer}
     rest = "and no rank is missing" if point.complete() else f"which {group.names(others)} completed"
-    text = f"{group.names(point.arrived)} in {point.describe()}, {how}, {rest}: {_POSSIBLE_CAUSES}"
+    causes = _CAUSES_OF_GROW if point.call.operation == "grow" else _POSSIBLE_CAUSES
+    text = f"{group.names(point.arrived)} in {point.describe()}, {how}, {rest}: {causes}"
     # Within a group, messages between two nodes or containers are the likelier ones to be lost.
     several = len({(member.process.machine, member.process.host) for member in members[:4]}) > 1
     return graph.finding(
