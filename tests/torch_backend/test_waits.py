@@ -146,12 +146,12 @@ def wait_for(path: str) -> None:
     assert there.get(timeout=SECONDS + 1), "the watchdog did not report"  # elsewhere
 
 
-def observe(folder: str) -> tuple[str, str, int]:
+def observe(log: Path) -> tuple[str, str, int]:
     """Return the report of rank 1's watchdog, and the sentence and exit code of the hang tool once it names a rank."""
     end, report = time.monotonic() + SECONDS, ""
     while "stack, innermost" not in report and time.monotonic() < end:
         time.sleep(0.05)
-        report = Path(folder, f"stderr{WAITING}").read_text()
+        report = log.read_text() if log.exists() else ""
     done, command = None, [sys.executable, "-m", "pynccl", "hang", "--json", os.environ["PYNCCL_WATCH_DIR"]]
     while (done is None or done.returncode != 1) and time.monotonic() < end:  # it ignores waits of less than 2 s
         done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT)
@@ -166,13 +166,13 @@ def in_each(place: Place, path: str, folder: str) -> tuple[str, dict[str, tuple[
         of = Group(folder)
         name = of.comm.name.removeprefix("group ") if place.rank != OBSERVER else ""
         for case in CASES:
-            file = os.open(f"{folder}/stderr{place.rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            seen = f"{folder}/{case.__name__}"
+            dist.barrier()  # on a busy machine the watchdog may report it: before the redirection
+            file = os.open(f"{seen}.stderr{place.rank}", os.O_WRONLY | os.O_CREAT)
             os.dup2(file, 2)
             os.close(file)
-            seen = f"{folder}/{case.__name__}"
-            dist.barrier()
             if place.rank == OBSERVER:
-                found[case.__name__] = observe(folder)
+                found[case.__name__] = observe(Path(f"{seen}.stderr{WAITING}"))
                 Path(seen).touch()
                 if case is grow:
                     join_grown(of)
