@@ -105,6 +105,11 @@ class SyncPoint:
         """Seconds that the first rank has waited, or had waited when it gave up."""
         return max((self.group.members[rank].waited(call) for rank, call in self.arrived.items()), default=0.0)
 
+    def complete_since(self) -> float:
+        """Seconds since the last rank entered."""
+        members = self.group.members
+        return min((members[rank].process.now - call.issued for rank, call in self.arrived.items()), default=0.0)
+
     def missing_because(self, why: str) -> list[Member]:
         """Return the ranks that are missing for this reason (not NO_RECORD)."""
         return [self.group.members[rank] for rank, reason in self.missing.items() if reason == why]

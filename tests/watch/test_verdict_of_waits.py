@@ -58,6 +58,11 @@ CASES = {
         [behind(0, 4), shrinking(1), shrinking(2), process(3, comm(3, 4, [call(1, age=60)]))],
         "missing tp3: rank 3 never entered shrink (comm 'tp', 4 ranks, train.py:5); 2 ranks have waited",
     ),
+    "a call that the last rank has just entered": Case(
+        [process(rank, comm(rank, 2, [call(1, state=INSIDE, age=age)])) for rank, age in ((0, 60), (1, 0.5))],
+        "running: no rank is stuck",
+        uid="u-tp",
+    ),
     "grow": Case(
         [process(rank, comm(rank, 2, [call(0, "grow", INSIDE, entry=1)])) for rank in range(2)],
         "stalled: ranks 0 and 1 in grow (comm 'tp', 2 ranks), not done after 12.3 s, and no rank is missing: the new "
