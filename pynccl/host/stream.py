@@ -343,3 +343,4 @@ def after_fork() -> None:
         stream._lock = threading.Lock()
         stream._closed = True
     _streams.clear()
+    _waits.clear()

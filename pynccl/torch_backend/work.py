@@ -56,8 +56,7 @@ class Work(c10d.WorkBase):
         assert self._done is not None
         self._error = error
         self._done.set()
-        for number in self._waits:
-            host_module().end_wait(number)
+        self._end_waits()
         if self._future is not None:
             WorkerCall(self._settle, "future")
 
@@ -85,6 +84,10 @@ class Work(c10d.WorkBase):
             return self._done.wait(limit)
         finally:
             host_module().end_wait(number)
+
+    def _end_waits(self) -> None:
+        while self._waits:
+            host_module().end_wait(self._waits.pop())
 
     def is_completed(self) -> bool:
         if self._done is not None and not self._done.is_set():
@@ -117,6 +120,8 @@ class Work(c10d.WorkBase):
                 self._future = self._base_future if devices else self._base_future.then(self._outcome)
                 if self._done is not None:  # DDP waits for the future, in C++
                     self._waits.append(host_module().begin_wait(self._stream))
+                    if self._done.is_set():
+                        self._end_waits()
         if self._done is None or self._done.is_set():
             self._settle()
         return self._future

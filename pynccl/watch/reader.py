@@ -213,7 +213,7 @@ class _File:
         calls = [self._call(slot) for slot in slots]
         on_host = get(head.device) == "cpu"
         for call in calls:
-            synchronous = on_host and (not call.stream or call.posted)
+            synchronous = call.posted or (on_host and not call.stream)
             call.posted = call.posted or (on_host and bool(call.stream and call.returned))
             if call.state == FAILED:
                 continue

@@ -231,6 +231,10 @@ class Track:
         """Return whether a recent call has returned."""
         return bool(self._clocks[entry % self._ring * _WORDS + _RETURNED])
 
+    def is_posted(self, entry: int) -> bool:
+        """Return whether another thread than the program's made a recent call."""
+        return bool(self._slots[entry % self._ring * _BYTES + layout.FLAGS_AT] & layout.POSTED)
+
     def streams(self, after: int) -> set[int]:
         """Return the streams of the calls after this number that are still in the ring buffer."""
         found, head, slots = set(), self.head, self._ring

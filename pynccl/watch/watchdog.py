@@ -152,7 +152,7 @@ class Watchdog:
         """Return since when the program waits for the unfinished calls; 0.0: it has posted them and does not. It waits
         for those that it made itself, and for those on CUDA streams, as far as is known."""
         on_host = track.library is not None and track.library.is_host
-        if not track.posts_on and (inside or not on_host):
+        if not (track.is_posted(state.entry) if inside else on_host):
             return state.since
         since = progress.awaited_since(track.streams(state.completed))
         track.mark_awaited(since)
@@ -184,8 +184,8 @@ class Watchdog:
 
     def _mark(self, track: Track, state: CommState) -> progress.Mark | None:
         streams = track.streams(state.completed)
-        if track.library.is_host:
-            streams -= {0, track.posts_on}  # synchronous calls, which have returned
+        # Synchronous calls have returned.
+        streams -= {0, track.posts_on} if track.library.is_host else {track.posts_on} - {0}
         return self._ask_streams(track, partial(progress.mark, track.library, track.ordinal, state.entry, streams))
 
     def _ask_streams(self, track: Track, call: Callable[[], T]) -> T:

@@ -99,6 +99,7 @@ def post_and_wait(place: Place, path: str, folder: str) -> dict[str, tuple[str, 
     """Rank 0 posts each call, waits for it, and rank 1 answers then. Return what rank 0's watchdog printed before the
     wait, what the hang tool said then, and what the watchdog printed after it."""
     import pynccl
+    from pynccl.host import stream as host_stream
 
     found = {}
     with process_group("pynccl", place, path):
@@ -111,7 +112,7 @@ def post_and_wait(place: Place, path: str, folder: str) -> dict[str, tuple[str, 
             os.close(file)
             if place.rank == 0:
                 wait = post(x, comm)
-                until = time.monotonic() + 4 * TIMEOUT
+                until = time.monotonic() + 2 * TIMEOUT
                 while time.monotonic() < until:
                     polls(2)
                 before, said = log.read_text(), sentence()
@@ -122,6 +123,10 @@ def post_and_wait(place: Place, path: str, folder: str) -> dict[str, tuple[str, 
                 while not _reported(waiting) and time.monotonic() < end:
                     time.sleep(0.01)
                 ANSWERS.get(post, lambda x, comm: comm.all_reduce(x))(x, comm)
+        done = dist.all_reduce(x, async_op=True)
+        done.wait()
+        done.get_future().wait()  # of a completed call
+        assert not host_stream._waits
     return found
 
 
