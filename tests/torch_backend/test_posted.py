@@ -135,7 +135,7 @@ def test_a_posted_call_is_reported_once_the_program_waits_for_it(tmp_path: Path)
         {**HOST, "PYNCCL_WATCH_TIMEOUT": str(TIMEOUT), "PYNCCL_WATCH_DIR": str(tmp_path / "watch")},
         communicators=False,
     )
-    found, _ = pool.run(2, post_and_wait, str(tmp_path / "store"), str(tmp_path))
+    found, _ = pool.run(2, post_and_wait, str(tmp_path / "store"), str(tmp_path), timeout=240)
     pool.close()
     assert list(found) == [post.__name__ for post in POSTS]
     for name, (before, said, after) in found.items():

@@ -187,7 +187,7 @@ def test_all_waits_of_an_init_name_the_missing_rank_and_its_line(tmp_path: Path)
     pool = RankPool(
         {**HOST, "PYNCCL_WATCH_TIMEOUT": "0.5", "PYNCCL_WATCH_DIR": str(tmp_path / "watch")}, communicators=False
     )
-    (_, found), (name, _), _ = pool.run(3, in_each, str(tmp_path / "store"), str(tmp_path))
+    (_, found), (name, _), _ = pool.run(3, in_each, str(tmp_path / "store"), str(tmp_path), timeout=240)
     pool.close()
     where = f"rank 2: process alive, .*its main thread is in {line_of('elsewhere')}, in queue.get"
     for case, expected in CASES.items():
