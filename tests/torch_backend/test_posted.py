@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from process_groups import process_group
@@ -130,6 +131,7 @@ def post_and_wait(place: Place, path: str, folder: str) -> dict[str, tuple[str, 
     return found
 
 
+@pytest.mark.timeout(300)
 def test_a_posted_call_is_reported_once_the_program_waits_for_it(tmp_path: Path) -> None:
     pool = RankPool(
         {**HOST, "PYNCCL_WATCH_TIMEOUT": str(TIMEOUT), "PYNCCL_WATCH_DIR": str(tmp_path / "watch")},

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from process_groups import process_group
@@ -183,6 +184,7 @@ def in_each(place: Place, path: str, folder: str) -> tuple[str, dict[str, tuple[
     return name, found
 
 
+@pytest.mark.timeout(300)
 def test_all_waits_of_an_init_name_the_missing_rank_and_its_line(tmp_path: Path) -> None:
     pool = RankPool(
         {**HOST, "PYNCCL_WATCH_TIMEOUT": "0.5", "PYNCCL_WATCH_DIR": str(tmp_path / "watch")}, communicators=False
