@@ -175,7 +175,7 @@ class Comm(Shared):
                 "make a new one with pynccl.init or pynccl.init_all"
             )
 
-    def check_alive_after(self) -> None:
+    def _check_alive_after(self) -> None:
         """Raise as `check_alive` does, after a call: if the communicator was aborted, that has ended the call."""
         if self._handle is None and self._late:
             raise NcclTimeout(self._late)
@@ -225,7 +225,7 @@ class Comm(Shared):
         if not code:
             return
         try:
-            self.check_alive_after()  # if another thread ended it, that explains more than the result code
+            self._check_alive_after()  # if another thread ended it, that explains more than the result code
             code = wait_nonblocking(self.library, self._handle, code, self.timeout, what)
             error = self.library.error(code, what, self._handle) if code else None
         except BaseException as raised:

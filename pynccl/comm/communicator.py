@@ -305,7 +305,7 @@ class Communicator(Comm):
                 code = self.library.ncclAllReduce(*args, self.handle, scratch.stream)
                 self._check_result(code, "barrier", self._newest())
                 scratch.wait()
-            self.check_alive_after()  # an abort also ends the wait: raise then
+            self._check_alive_after()  # an abort also ends the wait: raise then
 
     # Shutdown: finalize.py
 
