@@ -178,9 +178,10 @@ def place(frames: Sequence[str]) -> str:
 
 def innermost_own(files: Sequence[str]) -> int:
     """Return the index of the user's own file, given those of a stack, innermost first; see `place`."""
-    own = (i for i, file in enumerate(files) if not _in_library(file))
+    outermost = len(files) - 1  # "<string>" further in is code that dataclasses or namedtuple generate
+    own = (i for i, file in enumerate(files) if not _in_library(file) and (file != "<string>" or i == outermost))
     installed = (i for i, file in enumerate(files) if _INSTALLED.match(file) and not internal_files[file])
-    return next(own, next(installed, len(files) - 1))
+    return next(own, next(installed, outermost))
 
 
 def _in_library(file: str) -> bool:

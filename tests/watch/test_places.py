@@ -104,6 +104,10 @@ STACKS = {
         [f"{Path(frames.__file__).parents[1]}/comm/call.py:9 issue", "/home/me/train.py:88 step"],
         "/home/me/train.py:88 step",
     ),
+    "generated code": (
+        ["<string>:0 <module>", "/home/me/train.py:88 step", "<string>:1 <module>"],
+        "/home/me/train.py:88, in <string>.<module>",
+    ),
     "no frames": ([], ""),
 }
 
