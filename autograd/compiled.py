@@ -72,7 +72,7 @@ def _mark(node: Any) -> None:
             saved.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
-# The argument `call` of an operator: "3 AllReduce.forward model.py:12", the third call on its communicator in the graph.
+# The argument `call` of an operator: "3 AllReduce.forward model.py:12", the third call on its communicator in a graph.
 # Calls of the backward pass have negative numbers, and the line of their forward call. "" outside torch.compile.
 _numbers: weakref.WeakKeyDictionary[Any, Counter[tuple[Communicator, int]]] = weakref.WeakKeyDictionary()
 
@@ -115,8 +115,8 @@ _seen: weakref.WeakKeyDictionary[Communicator, dict[bool, set[int]]] = weakref.W
 
 
 def _order(comm: Communicator, number: int) -> str:
-    """Return "" if the compiled graph has run as many calls on comm as the program has before this one, else a text that
-    the ranks compare: they may run their calls in another order, but all in the same."""
+    """Return "" if the graph has run as many calls on comm as the program has before this one, else a text that the
+    ranks compare: they may run their calls in another order, but all in the same."""
     passes = _seen.setdefault(comm, {})
     seen = passes.setdefault(number > 0, set())
     if number in seen:  # the graph, or another one, runs from its start

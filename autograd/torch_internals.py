@@ -115,8 +115,8 @@ has_side_effect: Callable[[Any], Any] = _find("torch.fx.node.has_side_effect")
 # What torch.compile knows about the graph that it is making, and the program's stack there.
 _TracingContext = _find("torch._guards.TracingContext")
 _graph_stack = _find("torch._guards.TracingContext.extract_stack")
-# Of inductor, once it is imported, which takes seconds: how an operator becomes its node, the nodes of collectives, which
-# it runs in the order of the graph, and of tensors.
+# Of inductor, once it is imported, which takes seconds: how an operator becomes its node, the nodes of collectives,
+# which it runs in the order of the graph, and of tensors.
 INDUCTOR = (
     "torch._inductor.lowering.register_lowering",
     "torch._inductor.ir._CollectiveKernel.create_out_of_place",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -145,9 +145,7 @@ def _neighbours(
     return launch, left and left[2], right and right[2]
 
 
-def check_halo(
-    x: Tensor, dim: int, halo: Halo, comm: Communicator
-) -> tuple[int, int, tuple[int, int]]:
+def check_halo(x: Tensor, dim: int, halo: Halo, comm: Communicator) -> tuple[int, int, tuple[int, int]]:
     """Return this rank's (left, right), and the widths that its neighbours need."""
     halos, equal = _halos(halo, comm)
     left, right = halos[comm.rank]

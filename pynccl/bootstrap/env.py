@@ -51,7 +51,8 @@ def init(
     """
     clock = Clock(timeout)
     env = read_environment()
-    rendezvous = Rendezvous(_store_of(env, clock), env.rank, env.nranks, clock, _SERVER, _DUPLICATE_HINT)
+    store, ranks = _store_of(env, clock), range(env.nranks)
+    rendezvous = Rendezvous(store, env.rank, env.nranks, clock, _SERVER, _DUPLICATE_HINT, ranks=ranks)
     try:
         return init_at(rendezvous, library, device, env.local_rank, config, env.serves)
     except Exception:

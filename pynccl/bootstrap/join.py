@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from ..bindings.abi import UniqueId
 from ..bindings.library import Library, chosen, gpu_count
 from ..bindings.structs import CommConfig, struct_of
 from ..bindings.values import INT_MAX, integer
 from ..bindings.workers import Clock
 from ..comm.communicator import Communicator
-from ..comm.init import choose_device, get_unique_id
+from ..comm.init import choose_device, comm_init_rank, get_unique_id, recorded_init
 from ..interop.devices import names_no_ordinal
 from ..watch.recorder import recorder
+from ..watch.track import Track, uid_of
 from .rendezvous import Rendezvous
 
 _MIN_INIT_SECONDS = 1.0  # for NCCL's init, if the rendezvous used up the timeout
@@ -23,6 +27,7 @@ class RankSetup(NamedTuple):
 
     library: Library
     device: Any
+    ordinal: int | None  # of the CUDA device; None: the CPU
     identity: bytes
 
 
@@ -35,9 +40,9 @@ def prepare(
     if local_rank is not None:
         local_rank = integer(local_rank, "local_rank", 0, INT_MAX, "the index of this rank on its node, or None")
     device = default_device(library, device, local_rank)
-    choose_device(library, device)
+    ordinal = choose_device(library, device)
     struct_of(config, CommConfig, library)
-    return RankSetup(library, device, bytes(get_unique_id(library)) if rank == 0 else b"")
+    return RankSetup(library, device, ordinal, bytes(get_unique_id(library)) if rank == 0 else b"")
 
 
 def init_at(
@@ -58,15 +63,37 @@ def init_at(
     except BaseException as error:
         rendezvous.report(error)
         raise
-    try:
-        identity = rendezvous.join(setup.identity)
-    except KeyboardInterrupt as error:
-        rendezvous.report(error)
-        raise
-    comm = init(rendezvous.nranks, identity, rendezvous.rank, setup, config, rendezvous.clock)
+    rank, nranks, clock = rendezvous.rank, rendezvous.nranks, rendezvous.clock
+    with _joined(rendezvous, setup.identity, config) as (track, identity):
+        id_ = UniqueId.from_buffer_copy(identity)
+        handle = comm_init_rank(setup.library, nranks, [id_], rank, setup.ordinal, config, _left(clock))
+    comm = Communicator(handle, setup.library, _timeout(clock), config, track)
     if watch:
         watch_at(comm, rendezvous.store, serves)
     return comm
+
+
+def meet(rendezvous: Rendezvous, config: CommConfig | None) -> Any:
+    """Run the rendezvous without a communicator. Return a store with keys that no other rendezvous uses."""
+    with _joined(rendezvous, b"", config) as (track, _):
+        pass
+    if track is not None:
+        track.end("destroyed")
+    return rendezvous.store
+
+
+@contextlib.contextmanager
+def _joined(rendezvous: Rendezvous, identity: bytes, config: CommConfig | None) -> Iterator[tuple[Track | None, bytes]]:
+    """Run the rendezvous and yield (track, id). The flight recorder has it and the block as one init."""
+    with recorded_init("", rendezvous.rank, rendezvous.nranks, config, rendezvous.ranks) as track:
+        if track is not None:
+            rendezvous.on_name = lambda name: track.write_uid(uid_of(name))
+        try:
+            identity = rendezvous.join(identity)
+        except KeyboardInterrupt as error:
+            rendezvous.report(error)
+            raise
+        yield track, identity
 
 
 def watch_at(comm: Communicator, store: Any, serves: bool = False) -> None:
@@ -82,10 +109,19 @@ def watch_at(comm: Communicator, store: Any, serves: bool = False) -> None:
 def init(
     nranks: int, identity: bytes, rank: int, setup: RankSetup, config: CommConfig | None, clock: Clock
 ) -> Communicator:
-    left = max(clock.left(), _MIN_INIT_SECONDS) if clock.timeout < math.inf else None
-    comm = Communicator.init(nranks, identity, rank, setup.device, config, left, setup.library)
-    comm.timeout = clock.timeout if clock.timeout < math.inf else None
+    """Create the communicator; the id has been exchanged."""
+    comm = Communicator.init(nranks, identity, rank, setup.device, config, _left(clock), setup.library)
+    comm.timeout = _timeout(clock)
     return comm
+
+
+def _left(clock: Clock) -> float | None:
+    """Return how long NCCL's init may take."""
+    return max(clock.left(), _MIN_INIT_SECONDS) if clock.timeout < math.inf else None
+
+
+def _timeout(clock: Clock) -> float | None:
+    return clock.timeout if clock.timeout < math.inf else None
 
 
 def default_device(library: Library, device: Any, local_rank: int | None) -> Any:

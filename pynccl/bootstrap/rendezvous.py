@@ -7,7 +7,8 @@ A store outlives a rendezvous, and often the processes too, so every rendezvous 
   process began, they raise its error; if it timed out without them, they do so only if rank 0 does not try again.
 - A process takes the place of an earlier one with its rank. If that one still waits, it reports both.
 
-Keys: `issued` is the last number. Keys of number N start with `N/`: `claims/R` counts the processes with rank R,
+Keys: `issued` is the last number; `first` counts the ranks, and the first one sets `name`, which with the number is
+unique to a rendezvous. Keys of number N start with `N/`: `claims/R` counts the processes with rank R,
 `rank/R/I` describes the I-th of them, `came` lists the ranks that joined, `arrived/S` counts the processes with world
 size S, `all/S` is set once all ranks of such a world have joined, `id` is rank 0's id. `over` ends the rendezvous on
 all ranks: rank 0 completes it, and any rank can end it with an error that all raise; `ends` counts the ranks that set
@@ -19,14 +20,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..bindings.errors import NcclError, NcclInvalidUsage, NcclRemoteError, NcclTimeout
 from ..bindings.workers import Clock, Wait
 from ..watch.folder import process_start_time
+from ..watch.formatting import ranks_text
 from ..watch.store import Prefixed, append, lines, read
 
 _COMPLETE, _FOLLOW, _LATE = "complete", "follow", "late"  # follow: take the next number
@@ -44,7 +47,9 @@ class Rendezvous:
     store           after `join`, with keys that no other rendezvous uses
     server          what serves the store, for messages
     duplicate_hint  for messages: why two processes may have the same rank, and what to do
-    on_complete     called once all ranks have joined"""
+    on_complete     called once all ranks have joined
+    ranks           global rank of each rank, for messages; (): unknown
+    on_name         called with the name of this rendezvous, while this rank waits for the others"""
 
     def __init__(
         self,
@@ -55,11 +60,15 @@ class Rendezvous:
         server: str,
         duplicate_hint: str,
         on_complete: Callable[[], None] = lambda: None,
+        ranks: Sequence[int] = (),
     ) -> None:
         self.store, self.rank, self.nranks, self.clock = store, rank, nranks, clock
         self.server, self.duplicate_hint, self.on_complete = server, duplicate_hint, on_complete
+        self.ranks = ranks
+        self.on_name: Callable[[str], None] = lambda name: None
         self._shared = store
         self._number = 0  # 0: not known yet
+        self._named = 0  # the number that `on_name` was called for
 
     def join(self, identity: bytes) -> bytes:
         """Wait until all ranks have joined and return the id. Raises if ranks are missing, duplicate or failed."""
@@ -73,7 +82,7 @@ class Rendezvous:
 
     def report(self, error: BaseException) -> None:
         """Report to the other ranks that this rank failed."""
-        text = could_not_start(self.rank, error)
+        text = could_not_start(self._global(self.rank), error)
         seconds = 0.0 if isinstance(error, KeyboardInterrupt) else min(_REPORT_SECONDS, self.clock.left())
         with contextlib.suppress(Exception):  # the original error is more important
             no_answer = NcclTimeout("the store does not answer")
@@ -83,6 +92,8 @@ class Rendezvous:
     # The methods below run in the worker thread.
 
     def _join(self, identity: bytes, wait: Wait) -> bytes:
+        if self._shared.add("first", 1) == 1:
+            self._shared.set("name", secrets.token_hex(16))
         complete = False
         while not complete:
             self._number = self._issue() if self.rank == 0 else self._take(wait)
@@ -121,19 +132,21 @@ class Rendezvous:
         issued, pause = self._issued(), _MIN_PAUSE
         number = self._unfinished(max(issued, 1))
         while number > issued and not (keys := self._keys(number)).check(["rank/0/1"]) and not keys.check(["over"]):
+            self._call_on_name(number)
             if self.clock.left() <= 0:
-                raise NcclTimeout(self._no_next(number))
+                raise self._no_next(number)
             wait.pause(pause)
             pause = min(2 * pause, _MAX_PAUSE)
         return number
 
-    def _no_next(self, number: int) -> str:
+    def _no_next(self, number: int) -> NcclError:
         last = self._keys(number - 1)
         if number > 1 and last.check(["over"]) and not last.check([f"claims/{self.rank}"]):
             kind, _, text = _read_end(last)
             if kind == _LATE:
-                return f"{self._waited()}: it came too late, and rank 0 has not called again since\n  {text}"
-        return _missing(self._waited(), [0])
+                late = f"{self._waited()}: it came too late, and rank 0 has not called again since\n  {text}"
+                return _final(NcclTimeout(late))
+        return NcclTimeout(_missing(self._waited(), [self._global(0)]))
 
     def _unfinished(self, number: int) -> int:
         """Return the first number from `number` on which does not belong to an earlier call or run."""
@@ -162,6 +175,7 @@ class Rendezvous:
         """Return whether the rendezvous is complete; False: another follows."""
         pause, longest = _MIN_PAUSE, _MAX_PAUSE if self.rank else _MAX_PAUSE_OF_RANK_0
         while not self.store.check(["over"]):  # store.wait() would miss an error, and warns
+            self._call_on_name(self._number)
             self._check_ranks(claim, wait)
             if self.clock.left() <= 0:
                 _end(self.store, _LATE, _missing(self._waited(), self._absent()))
@@ -173,8 +187,9 @@ class Rendezvous:
         if kind == _COMPLETE and self.store.add(f"in/{self.rank}", 1) > 1:
             self._raise_duplicate(self.store, f"rank/{self.rank}/{2 if claim == 1 else 1}")
         if kind in (_COMPLETE, _FOLLOW):
+            self._call_on_name(self._number)
             return kind == _COMPLETE
-        raise _ERRORS.get(kind, NcclRemoteError)(text)
+        raise _final(_ERRORS.get(kind, NcclRemoteError)(text))
 
     def _check_ranks(self, claim: int, wait: Wait) -> None:
         """End the rendezvous if all ranks have joined, or if two contradict each other."""
@@ -188,22 +203,28 @@ class Rendezvous:
         if self.store.check(["rank/0/1"]):
             size, _, process = read(self.store, "rank/0/1").partition(" ")
             if size != str(self.nranks):
-                text = f"rank 0 ({process}) has world size {size}, rank {self.rank} ({_describe_process()}) has "
+                text = f"rank {self._global(0)} ({process}) has world size {size}, rank {self._global(self.rank)} "
                 hint = "WORLD_SIZE (or nranks) must be the same on all ranks"
-                _end(self.store, "usage", f"{text}{self.nranks}: {hint}")
+                _end(self.store, "usage", f"{text}({_describe_process()}) has {self.nranks}: {hint}")
+
+    def _call_on_name(self, number: int) -> None:
+        if number != self._named and self._shared.check(["name"]):
+            self._named = number
+            self.on_name(f"{read(self._shared, 'name')} {number}")
 
     def _raise_duplicate(self, keys: Any, key: str) -> None:
         """End the rendezvous with the error that `key` describes another process with this rank, and raise it."""
         other = read(keys, key).partition(" ")[2] if keys.check([key]) else "another process"
-        text = f"two processes have rank {self.rank}: {other} and {_describe_process()}; {self.duplicate_hint}"
+        rank = self._global(self.rank)
+        text = f"two processes have rank {rank}: {other} and {_describe_process()}; {self.duplicate_hint}"
         if other == _describe_process():
-            text = f"rank {self.rank} called it twice at the same time ({other}); {self.duplicate_hint}"
+            text = f"rank {rank} called it twice at the same time ({other}); {self.duplicate_hint}"
         _end(keys, "usage", text)
         raise NcclInvalidUsage(text)
 
     def _absent(self) -> list[int]:
         came = set(lines(self.store, "came"))
-        return [rank for rank in range(self.nranks) if str(rank) not in came]
+        return [self._global(rank) for rank in range(self.nranks) if str(rank) not in came]
 
     # Store failures
 
@@ -214,12 +235,20 @@ class Rendezvous:
 
     def _lost(self, error: Exception) -> NcclRemoteError:
         return NcclRemoteError(
-            f"rank {self.rank} of {self.nranks} lost the rendezvous store: "
+            f"{self._who()} lost the rendezvous store: "
             f"{self.server} has exited; look for its first error ({first_line(error)})"
         )
 
     def _waited(self) -> str:
-        return f"rank {self.rank} of {self.nranks} waited {self.clock.seconds()}"
+        return f"{self._who()} waited {self.clock.seconds()}"
+
+    def _who(self) -> str:
+        """ "rank 1 of 4"; "rank 5 of ranks 3 and 5" if these are not its first ranks."""
+        all_first = list(self.ranks) in ([], list(range(self.nranks)))
+        return f"rank {self._global(self.rank)} of {self.nranks if all_first else ranks_text(self.ranks)}"
+
+    def _global(self, rank: int) -> int:
+        return self.ranks[rank] if self.ranks else rank
 
 
 def _end(keys: Any, kind: str, text: str = "") -> None:
@@ -234,6 +263,12 @@ def _read_end(keys: Any) -> tuple[str, float, str]:
     kind, _, rest = read(keys, "over").partition("\n")
     ended, _, text = rest.partition("\n")
     return kind, float(ended), text
+
+
+def _final(error: NcclError) -> NcclError:
+    """Return the error, marked as saying all that the flight recorder could say."""
+    error.verdict = first_line(error)
+    return error
 
 
 def _missing(waited: str, ranks: list[int]) -> str:

@@ -106,7 +106,8 @@ def from_process_group(
     if shared is None:
         raise ValueError(f"from_process_group: {shown(group)} has no store; use from_mpi for MPI ranks")
     store = dist.PrefixStore("pynccl", shared)
-    rendezvous = Rendezvous(store, rank, nranks, clock, _SERVER, _DUPLICATE_HINT_GROUP)
+    ranks = dist.get_process_group_ranks(group)
+    rendezvous = Rendezvous(store, rank, nranks, clock, _SERVER, _DUPLICATE_HINT_GROUP, ranks=ranks)
     try:
         local = read_local_rank()
     except NcclInvalidUsage as error:

@@ -169,11 +169,17 @@ class Comm(Shared):
         """Raise NcclInvalidUsage if it was destroyed or aborted, NcclTimeout if the watchdog aborted it."""
         if self._handle is None:
             if self._late:
-                raise NcclTimeout(self._late)
+                raise NcclTimeout(f"this communicator was aborted, since an earlier call timed out: {self._late}")
             raise NcclInvalidUsage(
                 f"this communicator (rank {self.rank} of {self.size} on {self.device}) was {self._end}; "
                 "make a new one with pynccl.init or pynccl.init_all"
             )
+
+    def _check_alive_after(self) -> None:
+        """Raise as `check_alive` does, after a call: if the communicator was aborted, that has ended the call."""
+        if self._handle is None and self._late:
+            raise NcclTimeout(self._late)
+        self.check_alive()
 
     def async_error(self) -> Result:
         """Return ncclCommGetAsyncError: SUCCESS, IN_PROGRESS (nonblocking), or the error code of a call in flight."""
@@ -219,7 +225,7 @@ class Comm(Shared):
         if not code:
             return
         try:
-            self.check_alive()  # if another thread ended it, that explains more than the result code
+            self._check_alive_after()  # if another thread ended it, that explains more than the result code
             code = wait_nonblocking(self.library, self._handle, code, self.timeout, what)
             error = self.library.error(code, what, self._handle) if code else None
         except BaseException as raised:
@@ -272,7 +278,7 @@ def comm_name(config: CommConfig | None, otherwise: str) -> str:
 
 def explained(error: NcclError, track: Track | None) -> NcclError:
     """Return the error, with a diagnosis from the records of all ranks if another rank may have caused it."""
-    if track is None or track.size == 1 or not isinstance(error, _PEER_ERRORS) or track.explains:
+    if track is None or track.size == 1 or not isinstance(error, _PEER_ERRORS) or track.explains or error.verdict:
         return error
     track.explains = True  # once: later failures have the same cause
     try:

@@ -101,7 +101,7 @@ class Communicator(Comm):
             raise ValueError(f"Communicator.init: unique_id is a list of {found}, expected 1 to {nranks} for {ranks}")
         library = chosen(library)
         ordinal = creation.choose_device(library, device, "Communicator.init: device")
-        with creation.recorded_init(uid_of(*map(bytes, ids)), rank, nranks, library, config, "init") as track:
+        with creation.recorded_init(uid_of(*map(bytes, ids)), rank, nranks, config) as track:
             handle = creation.comm_init_rank(library, nranks, ids, rank, ordinal, config, timeout)
         return cls(handle, library, timeout, config, track)
 
@@ -156,7 +156,7 @@ class Communicator(Comm):
         ordinal = creation.choose_device(library, device, "join_grown: device")
         struct = creation.make_struct(config, library)
         identity = creation.as_unique_id(unique_id, "join_grown: unique_id")
-        with creation.recorded_init(uid_of(bytes(identity)), rank, nranks, library, config, "init") as track:
+        with creation.recorded_init(uid_of(bytes(identity)), rank, nranks, config) as track:
             handle = creation.comm_grow(library, 0, nranks, identity, rank, ordinal, struct, timeout)
         return cls(handle, library, timeout, config, track)
 
@@ -305,7 +305,7 @@ class Communicator(Comm):
                 code = self.library.ncclAllReduce(*args, self.handle, scratch.stream)
                 self._check_result(code, "barrier", self._newest())
                 scratch.wait()
-            self.check_alive()  # an abort also ends the wait: raise then
+            self._check_alive_after()  # an abort also ends the wait: raise then
 
     # Shutdown: finalize.py
 

@@ -163,7 +163,7 @@ def _gather(comms: list[Comm], memory: list[Scratch]) -> None:
     check_group_result(comms, end, _WHAT)
     for comm, scratch in zip(comms, memory, strict=True):
         scratch.wait()
-        comm.check_alive()  # an abort also ends the wait: raise then
+        comm._check_alive_after()  # an abort also ends the wait: raise then
 
 
 def _write(text: str, address: int) -> None:

@@ -14,7 +14,7 @@ from ..bindings.structs import CommConfig, struct_of
 from ..bindings.values import INT_MAX, INT_MIN, counted, integer, listed, shown, type_of
 from ..interop.devices import current_device, device_ordinal, on_device
 from ..watch import watchdog
-from ..watch.track import Identity, new_track
+from ..watch.track import Identity, Track, new_track, uid_of
 from .argcheck import check_rank
 from .base import Comm, Lineage, check_enabled, comm_name, explained
 from .consistency import compare_texts
@@ -77,6 +77,8 @@ def shrink(self: Self, exclude: Sequence[int], *, abort: bool = False, config: C
         raise ValueError(f"shrink: exclude is {ranks} on rank {self.rank}, expected other ranks, each once")
     struct = make_struct(config, self.library, "shrink")
     self._stopped = self._stopped or abort
+    if self._track is not None:
+        self._track.exclude(ranks)
     array = (ctypes.c_int * len(ranks))(*ranks)
     made = _derive(
         self,
@@ -196,16 +198,20 @@ def comm_init_rank(
 
 @contextlib.contextmanager
 def recorded_init(
-    uid: str, rank: int, nranks: int, library: Library, config: CommConfig | None, operation: str
-) -> Iterator[Any]:
-    """Record the init in the block as the first call of a new track, and yield the track (None: no flight recorder)."""
-    track = new_track(Identity(uid, comm_name(config, "world"), ""), rank, nranks)
+    uid: str, rank: int, nranks: int, config: CommConfig | None, ranks: Sequence[int] = ()
+) -> Iterator[Track | None]:
+    """Record the init in the block, with all waits for other ranks, as the first call of a new track. Yield the track
+    (None: no flight recorder).
+
+    uid    "": known later, see `Track.write_uid`
+    ranks  global rank of each rank; (): unknown"""
+    track = new_track(Identity(uid or uid_of(), comm_name(config, "world"), ""), rank, nranks, ranks)
     if track is None:
         yield None
         return
     watchdog.prepare()
     install_exit_hooks()
-    entry = track.enter(operation, weight=1)
+    entry = track.enter("init", weight=1)
     try:
         yield track
     except BaseException as error:

@@ -25,7 +25,7 @@ from . import (
 )
 from .comm import set_timeout
 from .exports import function, take_interrupt
-from .stream import CallerStream, HostEvent, HostStream, stream_from_handle
+from .stream import CallerStream, HostEvent, HostStream, awaited_since, begin_wait, end_wait, stream_from_handle
 from .version import VERSION
 
 __all__ = [
@@ -33,6 +33,9 @@ __all__ = [
     "CallerStream",
     "HostEvent",
     "HostStream",
+    "awaited_since",
+    "begin_wait",
+    "end_wait",
     "function",
     "stream_from_handle",
     "set_timeout",

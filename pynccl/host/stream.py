@@ -41,6 +41,33 @@ def as_error(failure: BaseException) -> BaseException:
     return failure
 
 
+# Who waits now: number -> the stream that is waited for, the stream whose thread waits (0: a thread of the program),
+# and since when, by time.monotonic(). For the watchdog: work that nobody waits for may take as long as it likes.
+_waits: dict[int, tuple[int, int, float]] = {}
+_wait_numbers = itertools.count(1)
+
+
+def begin_wait(handle: int, waiter: int = 0) -> int:
+    """Record that a thread waits for a stream from now on. Return the number for `end_wait`."""
+    number = next(_wait_numbers)
+    _waits[number] = (handle, waiter, time.monotonic())
+    return number
+
+
+def end_wait(number: int) -> None:
+    _waits.pop(number, None)
+
+
+def awaited_since(handles: set[int]) -> float:
+    """Return since when the program waits for one of these streams, also through streams that wait for them; 0.0: it
+    does not."""
+    waits, reached, size = list(_waits.values()), set(handles), -1
+    while len(reached) > size:
+        size = len(reached)
+        reached |= {waiter for handle, waiter, _ in waits if handle in reached and waiter}
+    return min((since for handle, waiter, since in waits if handle in reached and not waiter), default=0.0)
+
+
 class _Queue:
     """The state of a stream's thread. It does not reference the stream, so that dropping the stream ends the thread."""
 
@@ -73,9 +100,10 @@ class _Queue:
 
 
 class _Completion:
-    """One recording of an event."""
+    """One recording of an event on a stream; 0: the caller's."""
 
-    def __init__(self) -> None:
+    def __init__(self, stream: int = 0) -> None:
+        self.stream = stream
         self.happened = threading.Event()
         self.moment = 0.0
         self._failed: _Queue | None = None
@@ -86,13 +114,21 @@ class _Completion:
         self._failed = queue if queue is not None and queue.error is not None else None
         self.happened.set()
 
-    def wait(self) -> None:
+    def wait(self, waiter: int) -> None:
+        """Block the thread of the stream `waiter`."""
+        number = begin_wait(self.stream, waiter)
         # In slices, since an exiting process drops queued work and then never sets the event.
         while not self.happened.wait(0.2) and not exiting.is_set():
             pass
+        end_wait(number)
 
     def wait_and_raise(self) -> None:
-        self.happened.wait()
+        if not self.happened.is_set():
+            number = begin_wait(self.stream)
+            try:
+                self.happened.wait()
+            finally:
+                end_wait(number)
         if self._failed is not None:
             self._failed.raise_once()
 
@@ -118,8 +154,8 @@ class HostEvent(Shared):
 
     def record(self, stream: _Stream | int | None = None) -> HostEvent:
         """Record the event after the work queued on `stream`. On 0 or None, the caller, it completes at once."""
-        completion = _Completion()
         owner = find(stream)
+        completion = _Completion(0 if owner is None else owner.handle)
         if owner is None:
             completion.complete()
         else:
@@ -136,7 +172,7 @@ class HostEvent(Shared):
         if owner is None:
             completion.wait_and_raise()
         elif not completion.happened.is_set():
-            owner.submit(completion.wait)
+            owner.submit(partial(completion.wait, owner.handle))
 
     def synchronize(self) -> None:
         """Block until the event is complete. Raise the error of preceding work, once."""
@@ -307,3 +343,4 @@ def after_fork() -> None:
         stream._lock = threading.Lock()
         stream._closed = True
     _streams.clear()
+    _waits.clear()

@@ -32,7 +32,7 @@ def _make(opts: Any, backend_options: Any = None) -> PyncclBackend:
         flight_recorder.head.rank = rank  # for messages: RANK is not set
     serves = (ranks[rank] if ranks else rank) == 0 and not agent_serves()
     try:
-        return PyncclBackend(opts.store, rank, opts.group_size, opts.timeout, name, serves)
+        return PyncclBackend(opts.store, rank, opts.group_size, opts.timeout, name, ranks, serves)
     except BaseException:
         if not ranks:  # the next init_process_group must have the same name on ranks that did not try this one
             c10d.name_groups_anew()

@@ -16,7 +16,7 @@ from ..bindings.errors import NcclError
 from ..bindings.library import gpu_count, host_module, load
 from ..bindings.structs import CommConfig
 from ..bindings.workers import Clock
-from ..bootstrap.join import init_at
+from ..bootstrap.join import init_at, meet
 from ..bootstrap.rendezvous import Rendezvous
 from ..comm.base import explained
 from ..comm.communicator import Communicator
@@ -39,12 +39,22 @@ class PyncclBackend(Collectives):
     """A process group over pynccl, with one communicator for CPU tensors and one for CUDA tensors, made on first use.
 
     communicator(kind)  the communicator for "cpu" or "cuda"; the first call for each is collective
+    ranks               global rank of each rank; (): all ranks of the launch
     serves              whether this process serves the store
     """
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, name: str, serves: bool = False) -> None:
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        name: str,
+        ranks: Sequence[int] = (),
+        serves: bool = False,
+    ) -> None:
         super().__init__(rank, size)
-        self._serves = serves
+        self._serves, self._ranks = serves, list(ranks or range(size))
         self._title, self._store, self._timeout = name, store, timeout
         self._own_store = self._meet(store)
         _open.add(self)
@@ -62,9 +72,8 @@ class PyncclBackend(Collectives):
         if self.size() == 1:  # torch can make several such groups on different ranks, with the same store prefix
             store = HashStore()
         store, clock = PrefixStore("pynccl/group", store), Clock(self._timeout.total_seconds())
-        rendezvous = Rendezvous(store, self.rank(), self.size(), clock, _SERVER, _DUPLICATE_HINT)
-        rendezvous.join(b"")
-        return rendezvous.store
+        rendezvous = Rendezvous(store, self.rank(), self.size(), clock, _SERVER, _DUPLICATE_HINT, ranks=self._ranks)
+        return meet(rendezvous, CommConfig(comm_name=self._title))
 
     def communicator(self, kind: str = "") -> Communicator:
         """Return the group's communicator for tensors on "cpu" or "cuda"; "": the GPU's if there is a GPU."""
@@ -76,18 +85,19 @@ class PyncclBackend(Collectives):
         with self._making:
             if device.type not in self._lanes:
                 store = Prefixed(self._own_store, f"{device.type}/")
-                self._lanes[device.type] = Lane(self._connect(device, store, self.rank(), self.size(), self._title))
+                self._lanes[device.type] = Lane(self._connect(device, store, self._title, range(self.size())))
             return self._lanes[device.type]
 
-    def _connect(self, device: torch.device, store: Any, rank: int, size: int, name: str) -> Communicator:
+    def _connect(self, device: torch.device, store: Any, name: str, members: Sequence[int]) -> Communicator:
+        """Make the communicator of these ranks of the group, in this order."""
+        rank, size, ranks = members.index(self.rank()), len(members), [self._ranks[member] for member in members]
         if device.type not in ("cpu", "cuda"):
             raise ValueError(f"the tensor is on {device}, expected cpu or cuda")
         library = load("host") if device.type == "cpu" else load()
         config = CommConfig(comm_name=name) if library.is_host or library.version >= _NAMED_SINCE else None
         clock, where = Clock(self._timeout.total_seconds()), None if library.is_host else device
-        comm = init_at(
-            Rendezvous(store, rank, size, clock, _SERVER, _DUPLICATE_HINT), library, where, None, config, self._serves
-        )
+        rendezvous = Rendezvous(store, rank, size, clock, _SERVER, _DUPLICATE_HINT, ranks=ranks)
+        comm = init_at(rendezvous, library, where, None, config, self._serves)
         self._limit(comm)
         return comm
 
@@ -146,7 +156,9 @@ class PyncclBackend(Collectives):
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> Work:
         [x] = tensors
         if self._batch is None:
-            return self._channel(src, self.rank(), x.device).post(x, tag)
+            work = self._channel(src, self.rank(), x.device).post(x, tag)
+            work.source = src
+            return work
         copies: list[Copy] = []
         buffer = target(x, copies)
         return self._run([x], [lambda comm, stream: comm.recv(buffer, src, stream=stream)], None, copies)
@@ -159,10 +171,11 @@ class PyncclBackend(Collectives):
         with self._making:
             if key not in self._channels:
                 store = Prefixed(self._own_store, f"{device.type}/{sender}-{receiver}/")
-                name = f"{self._title}: rank {sender} is 0, rank {receiver} is 1"  # for messages
-                pair_rank = 0 if self.rank() == sender else 1
-                connect = partial(self._connect, device, store, pair_rank, 2, name)
-                self._channels[key] = Channel(self.rank(), sender, receiver, connect, self._check)
+                pair = (sender, receiver)
+                source, target = (self._ranks[rank] for rank in pair)
+                name = f"rank {source} to rank {target}, messages of {self._title}"
+                connect = partial(self._connect, device, store, name, pair)
+                self._channels[key] = Channel(self.rank() == sender, source, target, connect, self._check)
             return self._channels[key]
 
     def _check(self) -> None:
@@ -196,7 +209,8 @@ class PyncclBackend(Collectives):
         if self.rank() not in ranks:
             return None
         name = getattr(opts, "group_name", "") or f"{self._title}.split"
-        return PyncclBackend(store, list(ranks).index(self.rank()), len(ranks), self._timeout, name)
+        members = [self._ranks[rank] for rank in ranks]
+        return PyncclBackend(store, list(ranks).index(self.rank()), len(ranks), self._timeout, name, members)
 
     def eager_connect_single_device(self, device: torch.device | None) -> None:
         if device is not None:

@@ -28,15 +28,16 @@ _POLL_SECONDS = 0.2
 
 
 class Channel:
-    """Messages from rank `sender` to rank `receiver` of a group; this process is one of them.
+    """Messages of a group from one rank to another; this process is one of them.
 
+    sender, receiver  their global ranks
     connect()  make the communicator, in which the sender is rank 0 and the receiver rank 1
     check()    raise if the group has failed, since the peer may then be dead"""
 
     def __init__(
-        self, rank: int, sender: int, receiver: int, connect: Callable[[], Communicator], check: Callable[[], None]
+        self, sends: bool, sender: int, receiver: int, connect: Callable[[], Communicator], check: Callable[[], None]
     ) -> None:
-        self.sends, self.peer = rank == sender, receiver if rank == sender else sender
+        self.sends, self.peer = sends, receiver if sends else sender
         self._route = f"rank {sender} to rank {receiver}"
         self._connect, self._check_peer = connect, check
         self.lane: Lane | None = None
@@ -46,15 +47,14 @@ class Channel:
 
     def post(self, x: torch.Tensor, tag: int) -> Work:
         """Send x or receive into it. Returns immediately."""
-        work = Work(None, [x]).begin()
-        work.source = self.peer
+        work = Work(None, [x]).begin(self._queue.handle)
         site = frames.user_site()
         before = None if not x.is_cuda else torch.cuda.current_stream(x.device).record_event()
 
         def run() -> None:
-            with frames.called_from(site):
+            with frames.called_from(site, self._queue.handle):
                 try:
-                    self._run(work, x, tag, before)
+                    self._run(work, x, tag, before, site)
                 except BaseException as error:
                     work.complete(error)
                 else:
@@ -63,13 +63,13 @@ class Channel:
         self._queue.submit(run)
         return work
 
-    def _run(self, work: Work, x: torch.Tensor, tag: int, before: Any) -> None:
+    def _run(self, work: Work, x: torch.Tensor, tag: int, before: Any, site: str) -> None:
         """Run a posted send or recv, in this channel's thread."""
         if self._error is not None:
             raise self._error
         if self.lane is None:
             try:
-                self.lane = Lane(self._connected())
+                self.lane = Lane(self._connected(site))
             except BaseException as error:  # the ranks cannot rendezvous there again
                 self._error = error
                 raise
@@ -83,8 +83,12 @@ class Channel:
         else:
             self._receive(self.lane.comm, x, tag)
 
-    def _connected(self) -> Communicator:
-        begun = WorkerCall(self._connect, "first message")
+    def _connected(self, site: str) -> Communicator:
+        def connect() -> Communicator:
+            with frames.called_from(site, self._queue.handle):
+                return self._connect()
+
+        begun = WorkerCall(connect, "first message")
         while not begun.done.wait(_POLL_SECONDS):
             self._check_peer()
         try:

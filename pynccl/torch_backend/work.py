@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..bindings.errors import NcclTimeout
+from ..bindings.library import host_module
 from ..bindings.workers import WorkerCall
 from ..comm.base import explained
 from ..comm.communicator import Communicator
@@ -38,14 +39,16 @@ class Work(c10d.WorkBase):
         self.source = -1  # source rank of a recv
         self.event: Any = None
         self._done: threading.Event | None = None  # None: it has run, or is enqueued on a stream
+        self._stream = 0  # the host stream that runs it
+        self._waits: list[int] = []  # of those who have its future: numbers from begin_wait
         self._error: BaseException | None = None
         self._future: Any = None
         self._settled = False
         self._lock = threading.Lock()
 
-    def begin(self) -> Work:
-        """Mark it as pending until `complete` is called."""
-        self._done = threading.Event()
+    def begin(self, stream: int) -> Work:
+        """Mark it as pending until `complete` is called.   stream: the host stream that runs it"""
+        self._done, self._stream = threading.Event(), stream
         return self
 
     def complete(self, error: BaseException | None = None) -> None:
@@ -53,6 +56,7 @@ class Work(c10d.WorkBase):
         assert self._done is not None
         self._error = error
         self._done.set()
+        self._end_waits()
         if self._future is not None:
             WorkerCall(self._settle, "future")
 
@@ -62,7 +66,7 @@ class Work(c10d.WorkBase):
         timeout  raise NcclTimeout after this time, while the call continues; 0: the group's timeout"""
         if self._done is not None:
             limit = timeout.total_seconds() if timeout else self._limit
-            if not self._done.wait(limit):
+            if not self._wait(limit):
                 text = f"wait({limit:g} s) timed out; the collective, send or recv is still in progress"
                 raise explained(NcclTimeout(text), self.lane.comm._track if self.lane else None)
             if self._error is not None:
@@ -70,6 +74,20 @@ class Work(c10d.WorkBase):
         if self.event is not None and self.lane is not None:
             self.lane.current().wait(self.event)
         return True
+
+    def _wait(self, limit: float | None) -> bool:
+        assert self._done is not None
+        if self._done.is_set():
+            return True
+        number = host_module().begin_wait(self._stream)
+        try:
+            return self._done.wait(limit)
+        finally:
+            host_module().end_wait(number)
+
+    def _end_waits(self) -> None:
+        while self._waits:
+            host_module().end_wait(self._waits.pop())
 
     def is_completed(self) -> bool:
         if self._done is not None and not self._done.is_set():
@@ -100,6 +118,10 @@ class Work(c10d.WorkBase):
                 self._base_future: Any = torch.futures.Future(devices=devices or None)
                 # torch's set_exception() sets the exception as the result, which C++ (DDP's reducer) takes for tensors.
                 self._future = self._base_future if devices else self._base_future.then(self._outcome)
+                if self._done is not None:  # DDP waits for the future, in C++
+                    self._waits.append(host_module().begin_wait(self._stream))
+                    if self._done.is_set():
+                        self._end_waits()
         if self._done is None or self._done.is_set():
             self._settle()
         return self._future
@@ -163,7 +185,7 @@ class Lane:
         if self.is_host:
             for copy in copies:
                 side.submit(copy)
-            work.begin()
+            work.begin(side.handle)
             side.then(partial(self._complete, work, entry))
             return work
         if copies:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from .formatting import ago, at, call_name, call_site, clean
+from .formatting import ago, at, call_site, clean
 from .job import MAX_LINES, Group, names_of
 from .records import DEAD, FAILED, INSIDE, STOPPED, CallRecord, ProcessRecord
 from .wait_graph import COMM_ENDED, Finding, SyncPoint, WaitGraph, Weight
@@ -169,7 +169,8 @@ def _find_failure(graph: WaitGraph, group: Group) -> Finding | None:
     if call.gave_up:
         weight = Weight.UNCERTAIN if "disagree" in call.error else Weight.FAILED_SINCE
     details = [
-        f"{names_of([one])}: {call_name(other)}{call_site(other)}{_raised(other)}" for one, other in rows[1:MAX_LINES]
+        f"{names_of([one])}: {group.call_name(other)}{call_site(other)}{_raised(other)}"
+        for one, other in rows[1:MAX_LINES]
     ]
     return graph.finding(
         "failed",

@@ -50,8 +50,13 @@ def own_answer(uid: str, path: str) -> list[ProcessRecord]:
 
 
 def all_here(track: Track) -> bool:
-    """Return whether the files of all ranks of the communicator are on this node, so that no query is needed."""
-    return reader.ranks(folder.base(), track.uid) >= set(range(track.size))
+    """Return whether the files of all ranks of the communicator are on this node, also of ranks that have yet to create
+    it, so that no query is needed."""
+    known, _ = reader.read_folder(folder.base(), calls=False)
+    ranks = {comm.rank for record in known for comm in record.of(track.uid)}
+    launched = {record.rank for record in known if record.job == folder.job()}
+    ranks |= {rank for rank, number in enumerate(track.ranks) if number in launched}
+    return ranks >= set(range(track.size))
 
 
 def report(track: Track, answered: list[ProcessRecord] | None = None) -> str:
@@ -63,7 +68,7 @@ def report(track: Track, answered: list[ProcessRecord] | None = None) -> str:
     from .verdict import about  # a slow import, rarely needed
 
     text = about(found, track.uid, track.rank)
-    for process in _running(here, found, track):
+    for process in _running(here, found):
         folder.leave_message(process.path, text)
     if answered is not None and exchange.unreachable:
         return f"{text}\nranks on other nodes could not be queried: {exchange.unreachable}"
@@ -84,14 +89,14 @@ def explain(track: Track, patient: bool) -> str:
     while True:
         began, certain = time.monotonic(), False
         with contextlib.suppress(Exception):  # a failing diagnosis must not hide the error
-            text, certain = _explanation(track, elsewhere, question)
+            text, certain = _explanation(track, elsewhere, question, patient)
         now = time.monotonic()
         if certain or now > end:
             return text
         time.sleep(max(_POLL_SECONDS, now - began))  # leaves half of the time to other threads
 
 
-def _explanation(track: Track, elsewhere: Exchange | None, question: int) -> tuple[str, bool]:
+def _explanation(track: Track, elsewhere: Exchange | None, question: int, patient: bool) -> tuple[str, bool]:
     """Return the current explanation, and whether it is final. It is not final if it only says that other ranks failed
     too: then the culprit has yet to record its end."""
     from . import verdict
@@ -109,6 +114,8 @@ def _explanation(track: Track, elsewhere: Exchange | None, question: int) -> tup
         return text, True
     known_ranks = {comm.rank for record in known for comm in record.of(track.uid)}
     blamed = {rank for uid, rank in found.culprits if uid == track.uid}
+    if not patient and found.kind in ("missing", "unmatched") and found.processes:
+        return text, True  # a rank that is elsewhere, and not about to end
     both_sides = found.kind in ("mismatch", "crossed")
     certain = both_sides or (any(_has_ended_or_failed(record, track) for record in others) and found.kind != "failed")
     return text, certain and found.wrong and blamed <= known_ranks
@@ -124,18 +131,14 @@ def _judged(track: Track, elsewhere: Sequence[ProcessRecord]) -> tuple[list[Proc
         for record in (*here, *elsewhere):
             everywhere.setdefault(identity(record), record)
         found = judge(list(everywhere.values()), uid=track.uid)
-        if asked or not reader.ask(_running(here, found, track)):
+        if asked or not reader.ask(_running(here, found)):
             break
     return here, list(everywhere.values()), found
 
 
-def _running(known: list[ProcessRecord], found: Any, track: Track) -> list[ProcessRecord]:
+def _running(known: list[ProcessRecord], found: Any) -> list[ProcessRecord]:
     """Return the culprits that are running, and so can write their stacks."""
-    return [
-        process
-        for process in known
-        if process.state == RUNNING and any((comm.uid, comm.rank) in found.culprits for comm in process.of(track.uid))
-    ]
+    return [process for process in known if process.state == RUNNING and (process.host, process.pid) in found.processes]
 
 
 def _has_ended_or_failed(process: ProcessRecord, track: Track) -> bool:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from . import folder, layout, recorder
-from .frames import internal_files
+from .frames import innermost_own, internal_files
 from .records import RUNNING, STOPPED, ProcessRecord
 
 _CLEAN = "exit"  # ProcessRecord.end after a clean exit
@@ -118,9 +118,12 @@ def _cause(error: BaseException | None) -> BaseException | None:
 
 
 def _user_line(error: BaseException) -> str:
-    """Return the innermost line of user code in the traceback."""
-    lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    return next((f"{file}:{line}" for file, line in reversed(lines) if not internal_files[file]), "")
+    """Return the innermost line of the user's own code in the traceback."""
+    lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)][::-1]
+    if all(internal_files[file] for file, _ in lines):
+        return ""
+    file, line = lines[innermost_own([file for file, _ in lines])]
+    return f"{file}:{line}"
 
 
 def _remove() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from .records import CallRecord, ProcessRecord
 
@@ -74,7 +74,7 @@ def place(site: str) -> str:
 def line_of(site: str) -> str:
     """ "/home/me/data.py:41 next_batch" -> "/home/me/data.py:41"."""
     path, colon, rest = site.partition(":")
-    return f"{path}:{rest.split()[0]}" if colon and rest.split() else ""
+    return f"{path}:{rest.split()[0].rstrip(',')}" if colon and rest.split() else ""
 
 
 def at(site: str) -> str:
@@ -82,11 +82,12 @@ def at(site: str) -> str:
     return f" at {place(site)}" if site else ""
 
 
-def call_name(call: CallRecord) -> str:
-    """ "all_reduce #41", "send to rank 2", "finalize"."""
+def call_name(call: CallRecord, ranks: Sequence[int] = ()) -> str:
+    """ "all_reduce #41", "send to rank 2", "finalize".   ranks: global rank of each rank of its communicator"""
     operation = clean(call.operation, 60) or "a call"
     if call.peer >= 0 and call.number <= 0:
-        return f"{operation} {'from' if operation in ('recv', 'wait_signal') else 'to'} rank {call.peer}"
+        peer = ranks[call.peer] if call.peer < len(ranks) else call.peer
+        return f"{operation} {'from' if operation in ('recv', 'wait_signal') else 'to'} rank {peer}"
     return f"{operation} #{call.number:,}" if call.number > 0 and operation != "init" else operation
 
 

@@ -27,6 +27,9 @@ _TYPED_IN = (
     "<ipython",
     "<doctest",
 )  # user code; others are generated code
+_INSTALLED = re.compile(r".*/(?:site|dist)-packages/")
+_SCRIPTS = os.path.dirname(sys.executable) + os.sep  # console scripts, which only call an installed package
+_WRAPPERS = ("wrapper", "inner", "wrapped", "decorate_context")  # functions that decorators return
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
 _FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
 
@@ -65,8 +68,8 @@ def user_site(depth: int = 2) -> str:
     """Return the same as `call_site`, but "" if there is none, as in callbacks from C (atexit, autograd hooks).
 
     depth  number of innermost frames, including this one, that are known to be internal: they are skipped for free"""
-    if _call_sites and (site := _call_sites.get(threading.get_ident())):
-        return site
+    if _call_sites and (found := _call_sites.get(threading.get_ident())):
+        return found[0]
     try:
         frame: FrameType | None = sys._getframe(depth)
     except ValueError:  # the stack is not that deep
@@ -79,30 +82,43 @@ def user_site(depth: int = 2) -> str:
     return ""
 
 
-_call_sites: dict[int, str] = {}  # thread -> the line to which its calls are attributed
+# Thread -> the line to which its calls are attributed, and the host stream for which the program waits if it waits for
+# them (0: they are the program's own).
+_call_sites: dict[int, tuple[str, int]] = {}
 
 
 @contextlib.contextmanager
-def called_from(site: str) -> Iterator[None]:
-    """Context manager: attribute the calls of this thread to a line that is not on its stack: of another thread, or of
-    code that torch.compile has replaced."""
-    _call_sites[threading.get_ident()] = site
+def called_from(site: str, stream: int = 0) -> Iterator[None]:
+    """Context manager: attribute the calls of this thread to a line that is not on its stack.
+
+    It is a line of code that torch.compile has replaced; or where the program posted the call to this thread, to wait
+    for it later by waiting for the host stream `stream`."""
+    _call_sites[threading.get_ident()] = (site, stream)
     try:
         yield
     finally:
         del _call_sites[threading.get_ident()]
 
 
+def posting_stream() -> int:
+    """Return the stream for which the program waits if it waits for the calls of this thread; 0: they are its own."""
+    return _call_sites.get(threading.get_ident(), ("", 0))[1]
+
+
 def _is_internal(file: str) -> bool:
     if file.startswith("<"):
         return not file.startswith(_TYPED_IN)
-    folders = [_FOLDER]
+    folders = [_FOLDER, *_folders_of(_PACKAGES)]
     if generated := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):  # set by torch itself when it first writes code there
         folders.append(generated + os.sep)
-    for name in _PACKAGES:
-        if init := getattr(sys.modules.get(name), "__file__", None):
-            folders.append(os.path.dirname(init) + os.sep)
     return file.startswith((*folders, *_MODULES))
+
+
+def _folders_of(packages: Sequence[str]) -> Iterator[str]:
+    """Yield the folders of the packages that are imported."""
+    for name in packages:
+        if init := getattr(sys.modules.get(name), "__file__", None):
+            yield os.path.dirname(init) + os.sep
 
 
 # The stacks of all threads
@@ -148,7 +164,8 @@ def stack_of_call(threads: Stacks, thread: int) -> list[str]:
     """Return the stack of the thread that made a call, or the main thread's if it contains no user code: torch runs the
     backward pass in threads of its own."""
     frames = threads.get(thread, [])
-    return frames if user_line(frames) else main_stack(threads)
+    in_user_code = not all(internal_files[_file_of(frame)] for frame in frames)
+    return frames if in_user_code else main_stack(threads)
 
 
 def is_user_line(line: str) -> bool:
@@ -156,9 +173,48 @@ def is_user_line(line: str) -> bool:
     return not internal_files[_file_of(line)]
 
 
-def user_line(frames: Sequence[str]) -> str:
-    """Return the innermost line of user code; "" if there is none."""
-    return next((frame for frame in frames if not internal_files[_file_of(frame)]), "")
+def place(frames: Sequence[str]) -> str:
+    """Return where a thread is: the innermost line of the user's own code, and the function of a library that it
+    called there: "train.py:88, in queue.get"; "train.py:88 step" if it called none, or this package.
+
+    Own code is neither Python's nor installed. Without any, such as in a console script, return the innermost line of
+    an installed package, else the outermost line."""
+    files = [_file_of(frame) for frame in frames]
+    own = innermost_own(files)
+    if own <= 0 or files[own - 1].startswith((_FOLDER, *_folders_of(["pynccl_autograd"]))):
+        return frames[own] if frames else ""
+    called = frames[own - 1 :: -1]  # outermost first
+    line = frames[own].rpartition(" ")[0]
+    return f"{line}, in {_qualified(next(filter(_is_telling, called), called[0]))}"
+
+
+def innermost_own(files: Sequence[str]) -> int:
+    """Return the index of the user's own file, given those of a stack, innermost first; see `place`."""
+    outermost = len(files) - 1  # "<string>" further in is code that dataclasses or namedtuple generate
+    own = (i for i, file in enumerate(files) if not _in_library(file) and (file != "<string>" or i == outermost))
+    installed = (i for i, file in enumerate(files) if _INSTALLED.match(file) and not internal_files[file])
+    return next(own, next(installed, outermost))
+
+
+def _in_library(file: str) -> bool:
+    """Return whether a file belongs to Python, to an installed package, or to a package that `internal_files` skips."""
+    return internal_files[file] or file.startswith((_LIBRARY, _SCRIPTS)) or bool(_INSTALLED.match(file))
+
+
+def _is_telling(frame: str) -> bool:
+    """Return whether a function's name says what it does: not a private one, nor one of a decorator."""
+    name = frame.rpartition(" ")[2]
+    return name.isidentifier() and (name[0] != "_" or name.startswith("__")) and name not in _WRAPPERS
+
+
+def _qualified(frame: str) -> str:
+    """ "/usr/lib/python3.12/queue.py:171 get" -> "queue.get"."""
+    module = _INSTALLED.sub("", _file_of(frame))
+    for folder in (_LIBRARY, *(os.path.dirname(os.path.dirname(folder)) + os.sep for folder in _folders_of(_PACKAGES))):
+        module = module.removeprefix(folder)
+    module = module.removesuffix(".py").removesuffix("/__init__")
+    module = os.path.basename(module) if os.path.isabs(module) else module.replace(os.sep, ".")
+    return f"{module}.{frame.rpartition(' ')[2]}"
 
 
 def user_stack(frames: Sequence[str], max_chars: int = 2000) -> str:

@@ -19,6 +19,7 @@ class Member:
 
     joined    whether its process has created the communicator; if not, `comm` is empty
     numbered  its collective calls, by number; pending: its calls that have not completed, oldest first
+    waits     those of them in which the program waits
     """
 
     def __init__(self, group: Group, process: ProcessRecord, comm: CommRecord, joined: bool = True) -> None:
@@ -27,6 +28,7 @@ class Member:
         self.numbered = {call.number: call for call in comm.calls if call.number > 0}
         unfinished = [call for call in comm.calls if call.open and not 0 < call.number <= comm.completed]
         self.pending = [self.resolve_check(call) for call in unfinished]
+        self.waits = [call for call in self.pending if not call.posted or comm.awaited_at > 0]
 
     def resolve_check(self, call: CallRecord) -> CallRecord:
         """Replace a "check" by the call that it compares, which the rank is about to enter."""
@@ -61,24 +63,31 @@ class Member:
             end = call.returned
         elif process.state == DEAD:
             end = process.end_at or process.heartbeat or process.now
-        return max(0.0, end - call.issued) if call.issued > 0 and end > 0 else 0.0
+        begin = max(call.issued, self.comm.awaited_at or end) if call.posted else call.issued
+        return max(0.0, end - begin) if begin > 0 and end > 0 else 0.0
 
 
 @dataclass(eq=False)
 class Group:
-    """One communicator, from the records of its ranks. `unknown`: the ranks without a record."""
+    """One communicator, from the records of its ranks.
+
+    unknown  the ranks without a record
+    ranks    global rank of each rank, for messages; []: not all are known, or several are in one process"""
 
     uid: str
     name: str
     size: int
     members: dict[int, Member] = field(default_factory=dict)
     unknown: list[int] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)
 
     def names(self, ranks: Iterable[int]) -> str:
-        """Return the names as `names_of` does, also for ranks without a record."""
-        ranks = sorted(set(ranks))
-        known = [self.members[rank] for rank in ranks if rank in self.members]
-        return names_of(known) if len(known) == len(ranks) else ranks_text(ranks)
+        """ "ranks 0 and 2": the global ranks."""
+        return ranks_text(self.number(rank) for rank in ranks)
+
+    def number(self, rank: int) -> int:
+        """Return the global rank, if known, else the rank in the communicator."""
+        return self.ranks[rank] if rank < len(self.ranks) else rank
 
     def title(self) -> str:
         """ "comm 'tp', 4 ranks"."""
@@ -86,7 +95,11 @@ class Group:
 
     def short_name(self, call: CallRecord) -> str:
         """ "all_reduce #41 of comm 'tp'"."""
-        return f"{call_name(call)} of comm '{self.name}'"
+        return f"{self.call_name(call)} of comm '{self.name}'"
+
+    def call_name(self, call: CallRecord) -> str:
+        """ "all_reduce #41", "recv from rank 3"."""
+        return call_name(call, self.ranks)
 
     def describe(self, call: CallRecord) -> str:
         """ "all_reduce #41 (comm 'tp', 4 ranks, BFLOAT16 x 33,554,432, model.py:88)"."""
@@ -95,7 +108,7 @@ class Group:
         words += [f"{clean(call.dtype, 20)} x {call.count:,}".strip()] if call.count >= 0 else []
         words += [f"root {call.root}"] if call.root >= 0 else []
         words += [made] if made and made not in words else []
-        return f"{call_name(call)} ({', '.join(words)})"
+        return f"{self.call_name(call)} ({', '.join(words)})"
 
 
 class Job:
@@ -111,6 +124,10 @@ class Job:
         self.processes = [process for process in processes if not process.comms or id(process) in self.members]
         self._several_hosts = len({process.host for process in self.processes}) > 1
 
+    def member_of(self, uid: str, rank: int) -> Member | None:
+        """Return a rank of a communicator; None if it has no record."""
+        return next((group.members.get(rank) for group in self.groups if group.uid == uid), None)
+
     def member(self, process: ProcessRecord, group: Group | None = None) -> Member | None:
         """Return the rank of a process in this communicator, else in its largest one."""
         places = self.members.get(id(process), [])
@@ -118,7 +135,7 @@ class Job:
         return inside[0] if inside else max(places, key=lambda place: place.group.size, default=None)
 
     def name(self, process: ProcessRecord, group: Group | None = None) -> str:
-        """Return "rank 2": its rank in the communicator, else its global rank, else "process PID"."""
+        """Return "rank 2": its global rank, else its rank in the communicator, else "process PID"."""
         member = self.member(process, group)
         if member and member.group is group:
             return names_of([member])
@@ -149,11 +166,8 @@ class Job:
 
 
 def names_of(members: Sequence[Member]) -> str:
-    """ "ranks 0 and 2"; if the global ranks differ, "rank 1 (global rank 9)"."""
-    ranks, launched = [member.rank for member in members], [member.process.rank for member in members]
-    if ranks == launched or min(launched, default=-1) < 0:
-        return ranks_text(ranks)
-    return f"{ranks_text(ranks)} (global {ranks_text(launched)})"
+    """ "ranks 0 and 2": the names of ranks of one communicator."""
+    return ranks_text(member.group.number(member.rank) for member in members)
 
 
 def _last_seen_at(member: Member) -> str:
@@ -166,12 +180,16 @@ def _last_seen_at(member: Member) -> str:
     if not site:
         return ""
     if newest is not None and site != process.where:
-        return f"its last call was {call_name(newest)} at {place(site)}{ago(process, newest.issued)}"
+        return f"its last call was {_name_on(process, newest)} at {place(site)}{ago(process, newest.issued)}"
     if process.state == DEAD:
         return f"its main thread was last in {place(site)}"
     if age:
         return f"its main thread was in {place(site)}, seen {seconds(age)} ago"
     return f"its main thread is in {place(site)}"
+
+
+def _name_on(process: ProcessRecord, call: CallRecord) -> str:
+    return call_name(call, next((comm.ranks for comm in process.comms if comm.last() is call), ()))
 
 
 # Assign records to ranks
@@ -196,21 +214,28 @@ def _group(uid: str, rows: list[tuple[ProcessRecord, CommRecord]], launched: dic
     name = clean(next((comm.name for _, comm in chosen.values() if comm.name), uid[:12]), 60)
     group = Group(uid, name, size)
     group.members = {rank: Member(group, *chosen[rank]) for rank in sorted(chosen)}
+    group.ranks = next((comm.ranks for _, comm in chosen.values() if comm.ranks), [])
     _add_launched(group, launched)
     group.unknown = [rank for rank in range(min(size, _MAX_RANKS)) if rank not in group.members]
+    known = [group.members[rank].process.rank for rank in sorted(group.members)]
+    if not group.ranks and len(set(known)) == size and min(known) >= 0:
+        group.ranks = known
+    for _, comm in chosen.values():
+        comm.ranks = group.ranks
     return group
 
 
 def _add_launched(group: Group, launched: dict[int, ProcessRecord]) -> None:
-    """Add ranks that have not created the communicator yet. Only for communicators without a parent whose ranks are the
-    global ranks."""
+    """Add ranks that have not created the communicator yet: those that its record lists. If it lists none, those of the
+    same numbers, in a communicator without a parent that has all ranks of the launch."""
     present = {id(member.process) for member in group.members.values()}
     known = [member for member in group.members.values() if member.process.rank >= 0]
-    if not known or any(member.rank != member.process.rank or member.comm.parent for member in known):
-        return
+    all_launched = all(member.rank == member.process.rank and not member.comm.parent for member in known)
+    ranks = group.ranks or (range(group.size) if all_launched and max(launched, default=0) < group.size else ())
     jobs = {member.process.job for member in known}
-    for rank, process in launched.items():
-        if rank < group.size and rank not in group.members and process.job in jobs and id(process) not in present:
+    for rank, number in enumerate(ranks):
+        process = launched.get(number)
+        if process and rank not in group.members and process.job in jobs and id(process) not in present:
             group.members[rank] = Member(
                 group, process, CommRecord(group.uid, group.name, rank, group.size), joined=False
             )

@@ -13,18 +13,19 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from ctypes import c_char, c_double, c_int32, c_uint32, c_uint64
+from ctypes import c_char, c_double, c_int32, c_uint8, c_uint32, c_uint64
 from typing import Any
 
 MAGIC = b"pynccl flight recorder"
-VERSION = 5
+VERSION = 6
 SUFFIX = ".watch"
 
 PAGE = 1 << 16  # alignment of a memory map that every architecture accepts
 STRINGS, STRING_BYTES = 2048, 160
 STRINGS_AT = 1 << 13
 REGIONS_AT = -(-(STRINGS_AT + STRINGS * STRING_BYTES) // PAGE) * PAGE
-REGION_HEAD = 1536
+REGION_HEAD = 7168
+LISTED_RANKS = 1024  # a communicator of up to this many ranks can list their global ranks
 CALLS = 2048  # kept per communicator
 
 CLEAN, EXCEPTION = 1, 2  # how a process ends
@@ -71,6 +72,7 @@ class CommHead(ctypes.Structure):
         ("completed", c_uint64),  # newest entry known to have completed, and when that was observed
         ("completed_at", c_double),
         ("waits_at", c_double),  # when its streams were last observed waiting for calls issued earlier
+        ("awaited_at", c_double),  # since when the program waits for its posted calls; see CallRecord.posted
         ("ended_at", c_double),
         ("uid", c_char * 64),
         ("name", c_char * 128),
@@ -80,6 +82,11 @@ class CommHead(ctypes.Structure):
         ("ended", c_char * 96),
         ("ended_site", c_char * 160),
         ("error", c_char * 512),
+        ("ranks", c_int32 * LISTED_RANKS),  # global rank of each of its ranks; all 0: unknown
+        (
+            "excluded",
+            c_uint8 * LISTED_RANKS,
+        ),  # 1 for each rank that its shrinks exclude, and that so does not call them
     )
 
 
@@ -90,6 +97,7 @@ SLOT = struct.Struct("=QddQQIHHHHHBxQiii4xQ")
 RETURNED_AT, NUMBER_AT, STREAM_AT, FLAGS_AT = 16, 24, 32, 54  # offsets in a slot
 REGION_BYTES = -(-(REGION_HEAD + CALLS * SLOT.size) // PAGE) * PAGE
 PLAN, FAILED, GAVE_UP = 1, 2, 4  # flags; GAVE_UP: the watchdog aborted the call
+POSTED = 8  # made by a thread of its own: the program went on
 NO_COUNT = 0xFFFFFFFFFFFFFFFF
 
 # Operation -> index of its count among the C arguments (the data type follows it), and the arguments after that.

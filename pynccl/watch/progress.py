@@ -16,6 +16,11 @@ from ..interop.keepalive import relaxed
 from ..interop.streams import CudaStream
 
 
+def awaited_since(streams: set[int]) -> float:
+    """Return since when the program waits for one of these host streams; 0.0: it does not."""
+    return float(host_module().awaited_since(streams))
+
+
 class Mark(NamedTuple):
     """Events recorded on the streams after the calls up to `entry`."""
 

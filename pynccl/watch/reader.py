@@ -74,12 +74,6 @@ def _related(records: list[Process], uid: str) -> list[Process]:
     return [record for record, uids in members if uids & reached]
 
 
-def ranks(path: str, uid: str) -> set[int]:
-    """Return the ranks of the communicator that have a record in this folder."""
-    records, _ = read_folder(path, calls=False)
-    return {comm.rank for record in records for comm in record.of(uid)}
-
-
 def read_file(path: str, calls: bool = True) -> Process:
     """Read a file. Raises BadRecord if it is not a flight recorder's, OSError if it cannot be opened."""
     with open(path, "rb", buffering=0) as file:
@@ -195,6 +189,9 @@ class _File:
             made=self._seconds(head.made),
             parent=get(head.parent),
             waits_at=self._seconds(head.waits_at),
+            awaited_at=self._seconds(head.awaited_at),
+            ranks=list(head.ranks[: head.size]) if any(bytes(head.ranks)) else [],
+            excluded=[rank for rank, excluded in enumerate(bytes(head.excluded)) if excluded],
             calls=self._calls(head, at) if calls else [],
             ended=get(head.ended) if head.state == layout.ENDED else "",
             ended_site=get(head.ended_site),
@@ -214,14 +211,18 @@ class _File:
         # Read after the slots, because strings are written before the slots that refer to them.
         self._strings = self._read(layout.STRINGS_AT, layout.STRINGS * layout.STRING_BYTES)
         calls = [self._call(slot) for slot in slots]
+        on_host = get(head.device) == "cpu"
         for call in calls:
+            synchronous = call.posted or (on_host and not call.stream)
+            call.posted = call.posted or (on_host and bool(call.stream and call.returned))
             if call.state == FAILED:
                 continue
             if call.returned:
-                synchronous = not call.stream and get(head.device) == "cpu"
                 call.state = COMPLETED if synchronous or call.entry <= head.completed else ISSUED
                 if call.state == COMPLETED:
                     call.completed = call.returned if synchronous else self._seconds(head.completed_at)
+            elif call.posted:
+                call.state = ISSUED
             elif call is not calls[-1] and not (call.group and call.group == calls[-1].group):
                 call.state = ISSUED  # it has returned, because a later call of another group exists
         failed = [call for call in calls if call.state == FAILED]
@@ -247,6 +248,7 @@ class _File:
             stream=stream,
             group=group,
             plan=bool(flags & layout.PLAN),
+            posted=bool(flags & layout.POSTED),
             site=site,
             function=function,
             forward_site=forward,

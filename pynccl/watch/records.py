@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 # States of a call. INSIDE: its C function is not known to have returned. ISSUED: it has returned, and the call is on a
-# stream. COMPLETED: the stream has passed it, which only polling detects. FAILED: it raised an exception.
+# stream; or another thread than the program's is inside it. COMPLETED: the stream has passed it, which only polling
+# detects. FAILED: it raised an exception.
 INSIDE, ISSUED, COMPLETED, FAILED = "inside", "issued", "completed", "failed"
 
 _FRESH_SECONDS = 2.0  # a line observed this recently counts as current
@@ -32,6 +33,8 @@ class CallRecord:
     count       number of elements; -1 without one. dtype: "FLOAT32" or ""; op: "SUM" or ""
     root, peer  ranks in the communicator; -1 without one
     group       calls of one rank with the same number were issued as one group; 0: not in a group
+    posted      the program went on, and waits for it only at CommRecord.awaited_at. With the host library: calls on
+                streams, messages of torch.distributed. Not with CUDA, where the program's waits are unknown
     site        file:line of the call; "" if no user code made it
     function    "AllReduce.backward" if an autograd function made it; forward_site: the line of its forward call
     detail      further arguments: "color=0, key=1" of a split, the calls of a group plan
@@ -48,6 +51,7 @@ class CallRecord:
     stream: int = 0
     group: int = 0
     plan: bool = False
+    posted: bool = False
     site: str = ""
     function: str = ""
     forward_site: str = ""
@@ -83,6 +87,9 @@ class CommRecord:
     calls    the last ones, oldest first
     cut      whether the record was truncated so far that omitted calls may matter
     waits_at when its streams were last observed waiting for calls issued earlier
+    awaited_at  since when the program waits for its posted calls; 0.0: it does not
+    ranks    global rank of each of its ranks; []: unknown
+    excluded the ranks that its shrinks exclude, as this rank called them
     ended    "" while alive, else "destroyed", "aborted", "aborted at exit", ...; ended_site, ended_at: where, when
     """
 
@@ -98,6 +105,9 @@ class CommRecord:
     completed: int = 0
     cut: bool = False
     waits_at: float = 0.0
+    awaited_at: float = 0.0
+    ranks: list[int] = field(default_factory=list)
+    excluded: list[int] = field(default_factory=list)
     calls: list[CallRecord] = field(default_factory=list)
     ended: str = ""
     ended_site: str = ""

@@ -12,13 +12,13 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ..interop import streams
 from . import layout
 from .attribution import attributions
-from .frames import user_site
+from .frames import posting_stream, user_site
 from .recorder import Recorder, now, recorder, started
 
 get_ident = threading.get_ident
@@ -41,12 +41,13 @@ class Track:
 
     head    number of the newest call
     thread  the thread that made it
+    ranks   global rank of each rank; (): unknown
     """
 
-    def __init__(self, recorder: Recorder, known: Identity, rank: int, size: int) -> None:
+    def __init__(self, recorder: Recorder, known: Identity, rank: int, size: int, ranks: Sequence[int] = ()) -> None:
         memory, self.in_file = recorder.new_region()  # in_file: not in private memory
         self.recorder = recorder
-        self.uid, self.name, self.rank, self.size = known.uid, known.name, rank, size
+        self.uid, self.name, self.rank, self.size, self.ranks = known.uid, known.name, rank, size, ranks
         self.children: dict[str, int] = {}  # origin ("split", ...) -> number of children so far: for their names
         self.head, self.thread = 0, 0
         self._collective = 0  # number of collective calls so far
@@ -55,14 +56,19 @@ class Track:
         self._groups = itertools.count(1)
         self._closed_streams: dict[int, int] = {}  # stream -> the newest call when it was closed
         self.explains = False  # whether an error of this communicator has been explained
-        parent = next((track for track in recorder.tracks if track.uid == known.parent), None)
-        self.exchange: Any = parent and parent.exchange  # to ask the ranks on other nodes
+        # To ask the ranks on other nodes. Until the communicator has an exchange of its own: that of its parent, or of
+        # the first communicator of this process.
+        known_exchanges = [track.exchange for track in recorder.tracks if track.uid == known.parent or not known.parent]
+        self.exchange: Any = next(filter(None, known_exchanges), None)
         self.comm: Callable[[], Any] = lambda: None  # returns the communicator while it exists
+        self.posts_on = posting_stream()  # the stream of its synchronous calls, which another thread makes; 0: none
         self.library: Any = None  # of the communicator once it exists, and the ordinal of its device
         self.ordinal = -1
         for what, text in known._asdict().items():
             self.write(what, text)
         self.comm_head.rank, self.comm_head.size, self.comm_head.made = rank, size, now()
+        if len(ranks) <= layout.LISTED_RANKS:
+            self.comm_head.ranks[: len(ranks)] = ranks
         self.comm_head.state = layout.LIVE  # written last: from now on the region is valid
         recorder.tracks.append(self)
 
@@ -83,9 +89,29 @@ class Track:
         self.write("device", device)
         self.write("made_at", site)
 
+    def write_uid(self, uid: str) -> None:
+        """Replace the uid, which was unknown until the ranks could agree on one."""
+        self.uid = uid
+        self.write("uid", uid)
+
+    def exclude(self, ranks: Sequence[int]) -> None:
+        """Record that these ranks do not take part in a shrink."""
+        for rank in ranks:
+            if rank < layout.LISTED_RANKS:
+                self.comm_head.excluded[rank] = 1
+
     def write(self, what: str, text: str) -> None:
         """Write a text field of the communicator: name, device, made_at, parent, error."""
         layout.put(self.comm_head, what, text)
+
+    @property
+    def number(self) -> int:
+        """This rank, for messages: the global rank, unless several ranks are in this process."""
+        if self.ranks:
+            return self.ranks[self.rank]
+        launched = int(self.recorder.head.rank)
+        shared = sum(track.uid == self.uid for track in self.recorder.tracks) > 1
+        return self.rank if shared or launched < 0 else launched
 
     # Calls
 
@@ -108,6 +134,8 @@ class Track:
 
         If a signal handler makes a call while this runs, one of the two records may overwrite the other."""
         number, counts, at, rest = self._operations[operation]
+        if self.posts_on and not stream:
+            stream, flags = self.posts_on, flags | layout.POSTED
         if at:
             count, dtype = inputs[at], inputs[at + 1]
             first = inputs[at + 2] if rest else 0
@@ -171,7 +199,8 @@ class Track:
         """Record that the watchdog aborted the unfinished calls: for other ranks, this rank waited there until then."""
         for entry in range(max(self.comm_head.completed, self.head - self._ring) + 1, self.head + 1):
             stream = self._words[entry % self._ring * _WORDS + _STREAM]
-            by_caller = self.library is not None and self.library.is_host and not stream  # a synchronous call
+            synchronous = not stream or stream == self.posts_on
+            by_caller = self.library is not None and self.library.is_host and synchronous
             if not (by_caller and self.has_returned(entry)):
                 self.failed(entry, error)
                 self._slots[entry % self._ring * _BYTES + layout.FLAGS_AT] |= layout.GAVE_UP
@@ -202,6 +231,10 @@ class Track:
         """Return whether a recent call has returned."""
         return bool(self._clocks[entry % self._ring * _WORDS + _RETURNED])
 
+    def is_posted(self, entry: int) -> bool:
+        """Return whether another thread than the program's made a recent call."""
+        return bool(self._slots[entry % self._ring * _BYTES + layout.FLAGS_AT] & layout.POSTED)
+
     def streams(self, after: int) -> set[int]:
         """Return the streams of the calls after this number that are still in the ring buffer."""
         found, head, slots = set(), self.head, self._ring
@@ -218,6 +251,10 @@ class Track:
     def completed(self, entry: int) -> None:
         """Record that the calls up to this one have completed."""
         self.comm_head.completed, self.comm_head.completed_at = entry, now()
+
+    def mark_awaited(self, since: float) -> None:
+        """Record since when the program waits for its posted calls; 0.0: it does not."""
+        self.comm_head.awaited_at = since
 
     def mark_waiting(self) -> None:
         """Record that its streams have not completed all calls so far."""
@@ -266,10 +303,10 @@ _numbers = itertools.count(1)
 _MAX_CHARS = 200  # of the message, if the library's own last error follows
 
 
-def new_track(known: Identity | None, rank: int, size: int) -> Track | None:
+def new_track(known: Identity | None, rank: int, size: int, ranks: Sequence[int] = ()) -> Track | None:
     """Create a track for a communicator; return None with PYNCCL_WATCH=off."""
     own = recorder()
-    return None if own is None else Track(own, known or Identity(uid_of(), "communicator", ""), rank, size)
+    return None if own is None else Track(own, known or Identity(uid_of(), "communicator", ""), rank, size, ranks)
 
 
 def uid_of(*parts: Any) -> str:

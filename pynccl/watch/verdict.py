@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .dead_ranks import describe_end, find_unavailable_ranks
-from .formatting import call_site, ranks_text, seconds
+from .formatting import call_site, seconds
 from .job import MAX_LINES, Job, Member, names_of
 from .mismatches import find_mismatches
 from .records import DEAD, FAILED, ProcessRecord
@@ -27,6 +27,7 @@ _STALLED_SECONDS = 10.0  # a call that all ranks have entered may take this long
 _STALLED_SECONDS_OF_COMM = 1.0  # the same for a communicator that has already failed or timed out
 _MAX_CROSSED = 3
 _POSSIBLE_CAUSES = "check the network between them, the GPUs, and the work before it on its stream"
+_CAUSES_OF_GROW = "the new ranks have not all called join_grown, or cannot be reached"
 _MATCHING_CALLS = {"send": "recv from", "recv": "send to", "wait_signal": "signal to"}
 
 
@@ -181,7 +182,7 @@ def _not_entered(graph: WaitGraph, point: SyncPoint, members: Sequence[Member]) 
     for rank in point.arrived:
         if point.group.members[rank].process is members[0].process:
             fix = "if one thread makes the calls of both ranks, put them into a pynccl.group()"
-            details.append(f"rank {rank} waits there in the same process: {fix}")
+            details.append(f"{point.group.names([rank])} waits there in the same process: {fix}")
     return graph.finding(
         kind,
         Weight.NOT_ENTERED,
@@ -196,7 +197,7 @@ def _not_entered(graph: WaitGraph, point: SyncPoint, members: Sequence[Member]) 
 def _no_record(graph: WaitGraph, point: SyncPoint) -> Finding:
     ranks = [rank for rank, why in point.missing.items() if why == NO_RECORD]
     why = "it has not entered init, runs on another node, or uses another PYNCCL_WATCH_DIR"
-    text = f"no record of {ranks_text(ranks)} of comm '{point.group.name}' ({why})"
+    text = f"no record of {point.group.names(ranks)} of comm '{point.group.name}' ({why})"
     text += f"; {point.waiting()} in {point.describe()}"
     ended = [process for process in graph.job.processes if process.gave_up]  # their errors may say more
     ended.sort(key=lambda process: not process.end.startswith("NcclInvalidUsage"))
@@ -210,7 +211,7 @@ def _no_record(graph: WaitGraph, point: SyncPoint) -> Finding:
 def _matching_call(point: SyncPoint) -> str:
     """Return the call that the peer of a message must make."""
     waiter, call = next(iter(point.arrived.items()))
-    return f"{_MATCHING_CALLS[call.operation]} rank {waiter}"
+    return f"{_MATCHING_CALLS[call.operation]} rank {point.group.number(waiter)}"
 
 
 def _find_crossed(graph: WaitGraph) -> Iterator[Finding]:
@@ -267,7 +268,7 @@ def _find_stalled(graph: WaitGraph) -> Iterator[Finding]:
     """Yield matching calls that all ranks have entered and that do not complete, or not on all ranks."""
     shortest = max(graph.min_wait, _STALLED_SECONDS_OF_COMM if graph.uid else _STALLED_SECONDS)
     for point in graph.points:
-        if not point.missing and not point.blocked_by and point.age() >= shortest:
+        if not point.missing and not point.blocked_by and min(point.age(), point.complete_since()) >= shortest:
             yield _stalled(graph, point)
 
 
@@ -276,9 +277,10 @@ def _stalled(graph: WaitGraph, point: SyncPoint) -> Finding:
     members = [group.members[rank] for rank in point.arrived]
     gave_up = all(call.state == FAILED for call in point.arrived.values())
     how = f"{'gave up' if gave_up else 'not done'} after {seconds(point.age())}"
-    others = [rank for rank in group.members if rank not in point.arrived] if point.collective else [point.call.peer]
+    others = group.members.keys() - point.arrived.keys() - point.excluded if point.collective else {point.call.peer}
     rest = "and no rank is missing" if point.complete() else f"which {group.names(others)} completed"
-    text = f"{group.names(point.arrived)} in {point.describe()}, {how}, {rest}: {_POSSIBLE_CAUSES}"
+    causes = _CAUSES_OF_GROW if point.call.operation == "grow" else _POSSIBLE_CAUSES
+    text = f"{group.names(point.arrived)} in {point.describe()}, {how}, {rest}: {causes}"
     # Within a group, messages between two nodes or containers are the likelier ones to be lost.
     several = len({(member.process.machine, member.process.host) for member in members[:4]}) > 1
     return graph.finding(

@@ -49,13 +49,15 @@ class Weight(IntEnum):
 
 @dataclass
 class Finding:
-    """One finding; see Verdict. `waiting`: number of processes that wait because of it; `age`: for how many seconds."""
+    """One finding; see Verdict. `waiting`: number of processes that wait because of it; `age`: for how many seconds.
+    `processes`: (host, pid) of the culprits' processes."""
 
     kind: str
     weight: Weight
     sentence: str
     details: list[str] = field(default_factory=list)
     culprits: list[tuple[str, int]] = field(default_factory=list)
+    processes: list[tuple[str, int]] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     comms: list[str] = field(default_factory=list)
     waiting: int = 0
@@ -83,6 +85,7 @@ class SyncPoint:
     arrived     rank -> its call, for the ranks that wait in it
     missing     rank -> reason, for the ranks that it needs and that have not entered it
     blocked_by  the sync points that must complete first, and why
+    excluded    the ranks that a shrink excludes
     paired      whether a send and a recv are certainly the two ends of one message
     """
 
@@ -91,6 +94,7 @@ class SyncPoint:
     arrived: dict[int, CallRecord] = field(default_factory=dict)
     missing: dict[int, str] = field(default_factory=dict)
     blocked_by: dict[SyncPoint, list[Dependency]] = field(default_factory=dict)
+    excluded: set[int] = field(default_factory=set)
     paired: bool = True
 
     @property
@@ -100,6 +104,11 @@ class SyncPoint:
     def age(self) -> float:
         """Seconds that the first rank has waited, or had waited when it gave up."""
         return max((self.group.members[rank].waited(call) for rank, call in self.arrived.items()), default=0.0)
+
+    def complete_since(self) -> float:
+        """Seconds since the last rank entered."""
+        members = self.group.members
+        return min((members[rank].process.now - call.issued for rank, call in self.arrived.items()), default=0.0)
 
     def missing_because(self, why: str) -> list[Member]:
         """Return the ranks that are missing for this reason (not NO_RECORD)."""
@@ -117,7 +126,7 @@ class SyncPoint:
 
     def complete(self) -> bool:
         """Return whether all needed ranks have arrived."""
-        return len(self.arrived) >= (self.group.size if self.collective else 2)
+        return len(self.arrived) >= (self.group.size - len(self.excluded) if self.collective else 2)
 
     def short_name(self) -> str:
         """ "all_reduce #41 of comm 'tp'"."""
@@ -190,6 +199,8 @@ class WaitGraph:
         found.comms = list(dict.fromkeys([*found.comms, *(point.group.uid for point in behind)]))
         found.lines = list(dict.fromkeys(line for site in sites if (line := line_of(site))))
         found.culprits = list(dict.fromkeys(found.culprits))
+        members = [member for key in found.culprits if (member := self.job.member_of(*key))]
+        found.processes = list(dict.fromkeys((member.process.host, member.process.pid) for member in members))
         return found
 
     def was_handled(self, group: Group, calls: Mapping[int, CallRecord], points: Sequence[SyncPoint]) -> bool:
@@ -222,11 +233,19 @@ class WaitGraph:
 
     def _calls_of(self, member: Member) -> list[CallRecord]:
         """Return the calls in which a rank waits, or waited until it gave up."""
-        gave_up = _gave_up(member)
-        found = [] if self._ended(member) else member.pending
+        gave_up = [] if self._went_on(member) else _gave_up(member)
+        found = [] if self._ended(member) else member.waits
         if member.comm.ended and not self.post_mortem and not gave_up:  # calls on streams ended with it
             found = [call for call in found if call.state == INSIDE]
         return found + gave_up
+
+    def _went_on(self, member: Member) -> bool:
+        """Return whether the program caught the error of a rank's last call, which then explains nothing in other
+        communicators: it has used one of them since, or did not wait for the call."""
+        last = member.comm.last()
+        if last is None or self.uid == member.group.uid or member.process.state == DEAD:
+            return False
+        return _continued(member, last) or (last.posted and not member.comm.awaited_at)
 
     def _ended(self, member: Member) -> bool:
         """Return whether its process has ended by itself. A process that ended because other ranks made its call fail
@@ -333,7 +352,12 @@ class WaitGraph:
                 else:
                     found.setdefault(call.operation, SyncPoint(group, call)).arrived[member.rank] = call
         for operation, point in found.items():
-            for rank in (*group.members, *group.unknown) if operation in _CALLED_BY_ALL_RANKS else ():
+            callers = [*group.members, *group.unknown] if operation in _CALLED_BY_ALL_RANKS else []
+            if operation == "shrink":
+                excluded = {rank for caller in point.arrived for rank in group.members[caller].comm.excluded}
+                callers = [rank for rank in callers if rank not in excluded]
+                point.excluded = excluded
+            for rank in callers:
                 other = group.members.get(rank)
                 ended = other is not None and other.comm.ended and operation in ("finalize", "destroy")
                 called = other is not None and any(call.operation == operation for call in other.comm.calls)
@@ -360,15 +384,17 @@ class WaitGraph:
             for absent in point.missing_because(NOT_ENTERED):
                 for other, member, call in self._waiting_at.get(id(absent.process), []):
                     on_stream = call.issued < member.comm.waits_at
-                    certain = call.state in (INSIDE, FAILED) or on_stream
+                    certain = call.state in (INSIDE, FAILED) or on_stream or call.posted
                     if other is not point and (certain or other in stuck):
                         point.blocked_by.setdefault(other, []).append(Dependency(member, call, None, certain))
 
 
 def _continued(member: Member, call: CallRecord) -> bool:
-    """Return whether the process has created or used another communicator since this call returned."""
+    """Return whether the process has created or used another communicator since this call returned. To close one is
+    not to use it: an exception does that too."""
     others = [comm for comm in member.process.comms if comm.uid != member.group.uid]
-    times = [comm.made for comm in others] + [later.issued for comm in others for later in comm.calls]
+    used = [later for comm in others for later in comm.calls if later.operation not in ("finalize", "destroy")]
+    times = [comm.made for comm in others] + [later.issued for later in used]
     return 0 < call.returned < max(times, default=0.0)
 
 

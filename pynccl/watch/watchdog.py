@@ -35,13 +35,20 @@ class OverdueCall(NamedTuple):
     """A call that has not completed since `since`, by time.monotonic().
 
     inside  its C function has not returned; False: its stream has not completed it
+    awaited since when the program waits for it; 0.0: it does not
     note    additional information that only this rank has"""
 
     track: Track
     entry: int
     since: float
     inside: bool
+    awaited: float
     note: str = ""
+
+    @property
+    def waited(self) -> float:
+        """Seconds that the program has waited."""
+        return time.monotonic() - max(self.since, self.awaited) if self.awaited else 0.0
 
 
 @dataclass
@@ -103,12 +110,14 @@ class Watchdog:
                 overdue = self._poll_comm(track, state)
                 if overdue is None:
                     continue
-                waited, comm = time.monotonic() - overdue.since, track.comm()
+                runs, comm = time.monotonic() - overdue.since, track.comm()
                 limit = comm._call_timeout if comm is not None else None
-                if limit is not None and waited > limit and state.ended < overdue.entry:
+                if limit is not None and runs > limit and state.ended < overdue.entry:
                     state.ended = state.reported = overdue.entry
                     found.append((overdue, True))
-                elif self.settings.timeout and waited > self.settings.timeout and state.reported < overdue.entry:
+                elif (
+                    self.settings.timeout and overdue.waited > self.settings.timeout and state.reported < overdue.entry
+                ):
                     state.reported = overdue.entry
                     found.append((overdue, self.settings.raises))
         return found
@@ -133,11 +142,23 @@ class Watchdog:
             return None
         if not head:
             return None
-        if not track.has_returned(head):
-            return OverdueCall(track, head, state.since, True)
-        return self._poll_streams(track, state)
+        inside = not track.has_returned(head)
+        awaited = self._awaited_since(track, state, inside)
+        if inside:
+            return OverdueCall(track, head, state.since, True, awaited)
+        return self._poll_streams(track, state, awaited)
 
-    def _poll_streams(self, track: Track, state: CommState) -> OverdueCall | None:
+    def _awaited_since(self, track: Track, state: CommState, inside: bool) -> float:
+        """Return since when the program waits for the unfinished calls; 0.0: it has posted them and does not. It waits
+        for those that it made itself, and for those on CUDA streams, as far as is known."""
+        on_host = track.library is not None and track.library.is_host
+        if not (track.is_posted(state.entry) if inside else on_host):
+            return state.since
+        since = progress.awaited_since(track.streams(state.completed))
+        track.mark_awaited(since)
+        return since
+
+    def _poll_streams(self, track: Track, state: CommState, awaited: float) -> OverdueCall | None:
         """Check whether the streams have completed the calls so far. No call was issued since the last poll."""
         if track.library is None or state.completed == state.entry or track.explains:
             return None  # after a failure, streams pass calls that did not succeed
@@ -149,11 +170,12 @@ class Watchdog:
             passed = self._ask_streams(track, state.mark.passed)
         except NoAnswer as silence:
             track.mark_waiting()
-            return OverdueCall(track, state.entry, time.monotonic() - silence.seconds, False, _CUDA_SILENT)
+            since = time.monotonic() - silence.seconds
+            return OverdueCall(track, state.entry, since, False, since, _CUDA_SILENT)
         mark = state.mark
         if passed is False:
             track.mark_waiting()
-            return OverdueCall(track, mark.entry, max(mark.made, state.since), False)
+            return OverdueCall(track, mark.entry, max(mark.made, state.since), False, awaited)
         state.mark = None
         if passed:
             state.completed = mark.entry
@@ -162,8 +184,8 @@ class Watchdog:
 
     def _mark(self, track: Track, state: CommState) -> progress.Mark | None:
         streams = track.streams(state.completed)
-        if track.library.is_host:
-            streams.discard(0)  # synchronous calls, which have returned
+        # Synchronous calls have returned.
+        streams -= {0, track.posts_on} if track.library.is_host else {track.posts_on} - {0}
         return self._ask_streams(track, partial(progress.mark, track.library, track.ordinal, state.entry, streams))
 
     def _ask_streams(self, track: Track, call: Callable[[], T]) -> T:
@@ -197,7 +219,7 @@ class Watchdog:
         main = frames.main_stack(threads)
         chosen = frames.stack_of_call(threads, overdue.track.thread) if overdue is not None and overdue.inside else main
         stack = frames.user_stack(chosen)
-        self.recorder.write_where(frames.user_line(main), stack)
+        self.recorder.write_where(frames.place(main), stack)
         return stack
 
     def _report(self, overdue: OverdueCall, text: str, abort: bool) -> None:
@@ -207,10 +229,10 @@ class Watchdog:
         if overdue.inside and (track.head != overdue.entry or track.has_returned(overdue.entry)):
             return  # it has returned meanwhile
         text = f"{text}\n{overdue.note}" if overdue.note else text
-        waited = f"waited {time.monotonic() - overdue.since:.1f} s"
+        waited = f"waited {time.monotonic() - overdue.since if abort else overdue.waited:.1f} s"
         aborts, limit = abort and comm is not None, comm._call_timeout if comm is not None else None
         why = "PYNCCL_WATCH_ACTION=raise" if self.settings.raises else "its timeout"
-        who = f"rank {track.rank} of {track.size} (comm {track.name!r})"
+        who = f"rank {track.number} (comm {track.name!r}, {track.size} ranks)"
         lines = [
             f"pynccl watchdog: {who} has {waited}",
             *text.splitlines(),
@@ -220,7 +242,7 @@ class Watchdog:
         ]
         print("\n  ".join(lines), file=sys.stderr, flush=True)
         if aborts:
-            comm._abort_late(f"rank {track.rank} {waited}{f', timeout {limit:g} s' if limit else ''}: {text}")
+            comm._abort_late(f"rank {track.number} {waited}{f', timeout {limit:g} s' if limit else ''}: {text}")
 
 
 _watchdog: Watchdog | None = None

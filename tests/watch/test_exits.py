@@ -8,7 +8,7 @@ from pathlib import Path
 from forks import Forks
 
 PROGRAM = """
-import multiprocessing, os, signal, sys, torch, torch.multiprocessing, pynccl
+import json, multiprocessing, os, signal, sys, torch, torch.multiprocessing, pynccl
 how, rank = sys.argv[1], int(os.environ["RANK"])
 
 def join():
@@ -25,6 +25,9 @@ if rank == 0:
     stream = pynccl.create_stream() if how == "raises, on a stream" else None
     comm.all_reduce(torch.ones(4), stream=stream)
     stream.synchronize()
+elif how == "raises in a library":
+    join()
+    json.loads("no such file")  # library
 elif how.startswith("raises"):
     raises()
 elif how == "a child of multiprocessing":
@@ -37,12 +40,16 @@ else:
     join()
     {"exits": sys.exit, "_exit": lambda: os._exit(3), "kill": lambda: os.kill(os.getpid(), 9)}[how]()
 """
-[LINE] = [number for number, line in enumerate(PROGRAM.splitlines(), 1) if line.endswith("# raises")]
+LINE, LIBRARY_LINE = (
+    next(number for number, line in enumerate(PROGRAM.splitlines(), 1) if line.endswith(f"# {marker}"))
+    for marker in ("raises", "library")
+)
 RAISED = rf"rank 1 exited with ValueError at program.py:{LINE} \d+\.\d s ago: no such file; "
 KILLED = r"rank 1's process \d+ was killed or crashed \(no exit recorded\) within the last \d+\.\d s"
 EXITS = {
     "raises": RAISED,
     "raises, on a stream": RAISED,
+    "raises in a library": rf"rank 1 exited with JSONDecodeError at program.py:{LIBRARY_LINE} \d+\.\d s ago: ",
     "a child of multiprocessing": RAISED,
     "a child of torch": RAISED,
     "exits": r"rank 1 exited by itself \d+\.\d s ago \(the end of its program, or sys.exit\); "

@@ -151,9 +151,9 @@ def test_the_verdict(name: str) -> None:
     CALLS[name].check()
 
 
-def test_ranks_of_a_split_are_named_with_their_global_ranks() -> None:
+def test_ranks_of_a_split_are_named_by_their_global_ranks() -> None:
     calls = [call(1, "reduce", INSIDE, op=op, count=4, dtype="FLOAT32") for op in ("MAX", "SUM", "SUM")]
     child = [comm(rank, 3, [record], uid="u-s", name="s") for rank, record in enumerate(calls)]
     verdict = judge([process(global_rank, record) for global_rank, record in zip((2, 0, 3), child, strict=True)])
-    assert verdict.sentence.startswith("rank 0 (global rank 2) calls reduce(count=4, FLOAT32, MAX) as #1")
-    assert "ranks 1 and 2 (global ranks 0 and 3) call reduce(count=4, FLOAT32, SUM)" in verdict.details
+    assert verdict.sentence.startswith("rank 2 calls reduce(count=4, FLOAT32, MAX) as #1")
+    assert "ranks 0 and 3 call reduce(count=4, FLOAT32, SUM)" in verdict.details

@@ -44,8 +44,7 @@ if R == 2: child.send(x, 1)  # a
 if R == 1: child.recv(torch.empty(9), 0)  # b
 comm.barrier()
 """,
-        "rank 0 (global rank 2) sends FLOAT32 x 4 at {a} to rank 1, "
-        "which expects FLOAT32 x 9 at {b} (comm 'world.split1-0').",
+        "rank 2 sends FLOAT32 x 4 at {a} to rank 1, which expects FLOAT32 x 9 at {b} (comm 'world.split1-0').",
     ),
 }
 

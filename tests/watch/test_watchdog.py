@@ -84,7 +84,7 @@ EXPECTED = {
 
 
 def test_a_waiting_rank_reports_the_missing_rank_and_its_line(watched: RankPool, tmp_path: Path) -> None:
-    position = f"its main thread is in {place_of('elsewhere')} elsewhere"
+    position = f"its main thread is in {place_of('elsewhere')}, in threading.wait"
     reports: dict[str, str] = {}
     for attempt in range(5):  # on a busy machine, the late rank may answer the request for its stack too late
         names = [body.__name__ for body in EXPECTED if position not in reports.get(body.__name__, "")]

@@ -74,8 +74,7 @@ def _table(processes: list[ProcessRecord], verdict: Verdict, row_per_rank: bool)
 
 def _stacks(processes: list[ProcessRecord], verdict: Verdict, every: bool) -> Iterator[list[str]]:
     """Yield the stacks of the culprits and of one rank that waits for them, or of all. Equal stacks appear once."""
-    named = set(verdict.culprits)
-    blamed = [process for process in processes if any((comm.uid, comm.rank) in named for comm in process.comms)]
+    blamed = [process for process in processes if (process.host, process.pid) in verdict.processes]
     waiting = [process for process in processes if process not in blamed and table.open_call(process.comms)]
     some = [*blamed, *[process for process in waiting if process.stack][:1]] if verdict.wrong else []
     alike: dict[tuple[str, bool], list[ProcessRecord]] = {}
@@ -125,7 +124,7 @@ def _call_cells(comm: CommRecord, call: CallRecord, now: float) -> list[str]:
         f"{_clock(call.issued)}.{int(call.issued % 1 * 1000):03d}" if call.issued else "-",
         took,
         call.state,
-        call_name(call),
+        call_name(call, comm.ranks),
         table.comm_name(comm),
         _what(call) or "-",
         f"{place(call.site)} {call.function}".strip() or "-",

@@ -106,7 +106,7 @@ def _row(process: ProcessRecord, rank: int, comms: Sequence[CommRecord], found: 
         row.entered, row.completed = (str(number) if number else "-" for number in (comm.entered, comm.completed))
         several = len([comm for comm in comms if not comm.ended]) > 1
         was = "was " if over and call.state == INSIDE else ""
-        row.doing = f"{was}{_DOING.get(call.state, 'done')} {call_name(call)}" + (
+        row.doing = f"{was}{_DOING.get(call.state, 'done')} {call_name(call, comm.ranks)}" + (
             f" {comm_name(comm)}" if several else ""
         )
         began = call.issued if call.state in (INSIDE, ISSUED) else call.completed or call.returned or call.issued

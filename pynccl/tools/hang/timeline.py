@@ -33,7 +33,7 @@ def _events(processes: list[ProcessRecord]) -> Iterator[chrome.Event]:
                 begin = max(call.issued, free)
                 end = max(process.now if open_ else call.completed or call.returned, begin)
                 free = free if open_ else end
-                name = f"{call_name(call)} ({call.state})" if open_ else call_name(call)
+                name = call_name(call, comm.ranks) + (f" ({call.state})" if open_ else "")
                 yield chrome.piece(name, "comm", pid, tid, begin - zero, end - zero, _args(call))
         if process.end_at:
             yield chrome.moment(f"ended: {clean(process.end, 120)}", "end", pid, 0, process.end_at - zero)

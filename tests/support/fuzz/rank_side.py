@@ -91,7 +91,13 @@ def run(comm: Communicator, jobs: list[Job]) -> list[Found]:
         before = recorded_calls(comm)[-1].entry
         one = run_one(comm, job)
         calls = [call for call in recorded_calls(comm) if call.entry > before and call.collective]
-        found.append(one._replace(calls=[f"{call.operation} {call.count} {call.function} {call.forward_site} {call.site}" for call in calls]))
+        found.append(
+            one._replace(
+                calls=[
+                    f"{call.operation} {call.count} {call.function} {call.forward_site} {call.site}" for call in calls
+                ]
+            )
+        )
     return found
 
 

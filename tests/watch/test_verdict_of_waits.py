@@ -1,0 +1,100 @@
+"""Verdicts on inits, posted calls, shrinks, and errors that the program caught."""
+
+from __future__ import annotations
+
+import pytest
+from watched import NOW, Case, behind, call, comm, dp, failed, process
+
+from pynccl.watch.records import COMPLETED, INSIDE, ISSUED, CommRecord, ProcessRecord
+from pynccl.watch.verdict import judge, render
+
+
+def init(rank: int, ranks: list[int], name: str = "pair") -> CommRecord:
+    site = call(1, "init", INSIDE, site="/m/train.py:3")
+    return comm(rank, len(ranks), [site], uid="u-p", name=name, ranks=ranks)
+
+
+def elsewhere(rank: int) -> ProcessRecord:
+    return process(rank, comm(rank, 6, [call(4)], uid="u-w", name="world"), where="/m/data.py:9, in queue.get")
+
+
+def message(rank: int, operation: str, **more: object) -> CommRecord:
+    values = {"peer": 1 - rank, "site": "/m/train.py:5", "posted": True, "entry": 2}
+    return comm(rank, 2, [call(1, age=60), call(0, operation, ISSUED, **values)], **more)
+
+
+def shrinking(rank: int) -> ProcessRecord:
+    record = comm(rank, 4, [call(1, age=60), call(0, "shrink", INSIDE, entry=2, site="/m/train.py:5")], excluded=[0])
+    return process(rank, record)
+
+
+POSTED = [process(0, comm(0, 2, [call(1, age=60)]), where="/m/data.py:9 load"), process(1, message(1, "recv"))]
+AWAITED = [POSTED[0], process(1, message(1, "recv", awaited_at=NOW - 3.5))]
+CASES = {
+    "a pair of ranks 3 and 5": Case(
+        [elsewhere(0), elsewhere(1), process(3, init(1, [5, 3])), elsewhere(5)],
+        "missing p0: rank 5 never entered init (comm 'pair', 2 ranks, train.py:3); rank 3 has waited 12.3 s there.\n"
+        "rank 5: process alive, has not entered the communicator's init; its main thread is in data.py:9, in queue.get",
+        lines=["/m/data.py:9"],
+    ),
+    "a group whose first rank is rank 0 is not that of all ranks": Case(
+        [process(0, comm(0, 2, [call(1, "init", INSIDE)], uid="u-p", name="pair")), elsewhere(1), elsewhere(3)],
+        "missing p1: no record of rank 1 of comm 'pair'",
+    ),
+    "posted": Case(POSTED, "running: no rank is stuck"),
+    "posted, then waited for": Case(
+        AWAITED,
+        "unmatched tp0: rank 0 never called send to rank 1; rank 1 has waited 3.5 s in recv from rank 0 (comm 'tp', "
+        "2 ranks, BFLOAT16 x 33,554,432, train.py:5).",
+    ),
+    "a posted call is not the wait in another one": Case(
+        [
+            process(0, *POSTED[0].comms, dp(0, call(6)), where="/m/data.py:9 load"),
+            process(1, message(1, "recv"), dp(1, call(7, state=INSIDE, age=4))),
+        ],
+        "missing dp0: rank 0 never entered all_reduce #7",
+    ),
+    "the ranks that a shrink excludes": Case(
+        [behind(0, 4), shrinking(1), shrinking(2), process(3, comm(3, 4, [call(1, age=60)]))],
+        "missing tp3: rank 3 never entered shrink (comm 'tp', 4 ranks, train.py:5); 2 ranks have waited",
+    ),
+    "a call that the last rank has just entered": Case(
+        [process(rank, comm(rank, 2, [call(1, state=INSIDE, age=age)])) for rank, age in ((0, 60), (1, 0.5))],
+        "running: no rank is stuck",
+        uid="u-tp",
+    ),
+    "grow": Case(
+        [process(rank, comm(rank, 2, [call(0, "grow", INSIDE, entry=1)])) for rank in range(2)],
+        "stalled: ranks 0 and 1 in grow (comm 'tp', 2 ranks), not done after 12.3 s, and no rank is missing: the new "
+        "ranks have not all called join_grown, or cannot be reached.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_verdict(name: str) -> None:
+    CASES[name].check()
+
+
+def caught(age: float, uid: str = "", posted: bool = False, awaited_at: float = 0.0) -> str:
+    """Return the verdict if rank 1 gave up in a recv of 'dp' 5 s ago, and waits in an all_reduce since `age`. Rank 0 is
+    elsewhere."""
+    recv = failed("NcclTimeout: rank 1 waited 3 s", 5, 0, "recv", peer=0, entry=2, posted=posted)
+    in_call = comm(1, 2, [call(40, age=20), call(41, state=INSIDE, age=age)])
+    first = process(0, *behind(0, 2).comms, dp(0, call(1, age=60)))
+    return render(judge([first, process(1, in_call, dp(1, call(1, age=60), recv, awaited_at=awaited_at))], uid=uid))
+
+
+def test_an_error_that_the_program_caught_is_not_quoted_in_later_ones() -> None:
+    text = caught(4)
+    assert text.startswith("rank 0 never entered all_reduce #41") and "gave up" not in text, text
+    assert "gave up" in caught(4, uid="u-dp")  # in the error of that recv itself
+    assert "gave up" in caught(9)  # the all_reduce began before, in another thread
+    assert "gave up" not in caught(9, posted=True)  # the program did not wait for the recv
+    assert "gave up" in caught(9, posted=True, awaited_at=NOW - 8)
+
+
+def test_a_completed_posted_call_is_no_wait() -> None:
+    record = message(1, "recv", awaited_at=NOW - 3)
+    record.calls[-1].state = COMPLETED
+    assert judge([POSTED[0], process(1, record)]).kind == "running"
