@@ -102,10 +102,17 @@ class Library(Shared):
         text = self.ncclGetErrorString(code)
         return text.decode() if text else f"result {code}"
 
+    def raise_exception(self) -> None:
+        """If the C function that has just failed in this thread was ended by an exception, raise it.
+
+        Only in the host library, whose functions are Python: an exception of a signal handler (Ctrl-C, sys.exit, the
+        user's own) cannot pass through C."""
+        if self.is_host and (error := host_module().take_exception()) is not None:
+            raise error
+
     def error(self, code: int, call: str, comm: int | None = None) -> NcclError:
-        """Return the exception for result `code` of `call`."""
-        if self.is_host and host_module().take_interrupt():  # Ctrl-C arrived inside the C function
-            raise KeyboardInterrupt
+        """Return the exception for result `code` of `call`. Raises the one that ended it: see `raise_exception`."""
+        self.raise_exception()
         return from_result(code, call, self.error_string(code), self.last_error(comm))
 
     def check(self, code: int, call: str, comm: int | None = None) -> None:

@@ -30,7 +30,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..bindings.abi import Result
-from .failure import HostFailure
+from .failure import HostFailure, by_signal
 
 SLOTS = 4
 SLOT_BYTES = 1 << 20
@@ -149,6 +149,8 @@ class OwnSegment(Segment):
                 with self._lock:
                     self._reserve(start, nbytes)
             except OSError as error:
+                if by_signal(error):
+                    raise
                 raise HostFailure(Result.SYSTEM_ERROR, str(error.strerror)) from error
             self._reserved.add(start)
             self.nbytes += nbytes
@@ -165,6 +167,8 @@ def _allocate(nbytes: int, call: Callable[[], None]) -> None:
     try:
         call()
     except OSError as error:
+        if by_signal(error):
+            raise
         raise OSError(error.errno, f"cannot allocate {nbytes} bytes of shared memory: {error.strerror}") from error
 
 

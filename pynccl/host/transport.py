@@ -26,7 +26,7 @@ from typing import Any
 
 from .connect import Channels
 from .connection import FAIL, FINALIZE, HEAD_BYTES, STATUS, Connection, Form, Label, Transfer
-from .failure import TransportFailure, invalid_argument, last_error
+from .failure import TransportFailure, by_signal, invalid_argument, last_error
 from .watchdog import Activity, culprit_of, disagreement, mismatch, timed_out
 
 _TICK_SECONDS = 0.2
@@ -246,6 +246,8 @@ class Transport:
                 raise culprit_of(self._rank, list(self._connections.values()))
 
     def _io_failure(self, connection: Connection, error: OSError) -> Exception:
+        if by_signal(error):
+            return error
         if error.errno == errno.EFAULT:
             return invalid_argument(
                 "a buffer of the call is not valid memory of this process; keep buffers alive until their stream has "
@@ -282,7 +284,7 @@ class Transport:
             why = f"rank {peer} does not read its connection (frozen or late)"
             raise TransportFailure(why, timed_out=True, culprit=peer) from error
         except OSError as error:
-            raise self._peer_failure(connection) from error
+            raise self._io_failure(connection, error) from error
 
     def rma_recv(self, peer: int, data: memoryview) -> None:
         sock, why = self._connections[peer].rma, "closed by peer"

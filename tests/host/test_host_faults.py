@@ -105,9 +105,31 @@ def test_all_survivors_name_a_lost_rank(
 # Interrupted
 
 
-def interrupted_calls(_: Place) -> list[str]:
-    """Return the calls that Ctrl-C did not interrupt."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+class Stopped(BaseException):
+    """An exception of the user's own."""
+
+
+# Exception that the signal handler of a test raises -> what the other ranks read about it.
+RAISED = {
+    KeyboardInterrupt: "it was interrupted (Ctrl-C)",
+    SystemExit: "it raised SystemExit(7)",
+    TimeoutError: "it raised TimeoutError(7)",
+    Stopped: "it raised Stopped(7)",
+}
+
+
+def raise_in_handler(kind: type[BaseException]) -> None:
+    """Make SIGALRM raise `kind(7)`."""
+
+    def handler(*_: object) -> None:
+        raise kind(7)
+
+    signal.signal(signal.SIGALRM, handler)
+
+
+def interrupted_calls(_: Place, kind: type[BaseException]) -> list[str]:
+    """Return the calls that an exception of a signal handler did not end."""
+    raise_in_handler(kind)
     small, large = torch.ones(4), torch.ones(1 << 20)
 
     def in_a_group(comm: Communicator) -> None:
@@ -123,34 +145,38 @@ def interrupted_calls(_: Place) -> list[str]:
     calls: dict[str, Callable[[Communicator], object]] = {
         "small": lambda comm: comm.all_reduce(small, small),
         "large": lambda comm: comm.all_reduce(large, large),
+        "barrier": lambda comm: comm.barrier(),
         "recv": lambda comm: comm.recv(small, 1),
         "send": lambda comm: comm.send(large, 1),
         "group": in_a_group,
         "plan": lambda comm: comm.plan.all_reduce(small, small)(),
+        "window": lambda comm: comm.window(torch.ones(1 << 12)),
         "split": lambda comm: comm.split(0),
         "stream": on_a_stream,
         "signal": lambda comm: comm.wait_signal(1, stream=0),
         "init": lambda _: Communicator.init(2, pynccl.get_unique_id(), 0),
     }
-    uninterrupted = list(calls)
+    left = list(calls)
     for name, call in calls.items():
         comms = Communicator.init_all(2)
-        try:
-            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
-            call(comms[0])
-        except KeyboardInterrupt:
-            uninterrupted.remove(name)
-        with pytest.raises(pynccl.NcclInvalidArgument):  # no pending interrupt is left for the next call
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with contextlib.suppress(pynccl.NcclError):
+            try:
+                call(comms[0])
+            except kind as error:
+                assert error.args == (7,)
+                left.remove(name)
+        with pytest.raises(pynccl.NcclInvalidArgument):  # no exception is left for the next call
             comms[1].library.check(comms[1].library.ncclMemFree(1), "ncclMemFree")
         pynccl.abort(comms)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    return uninterrupted
+    return left
 
 
+@pytest.mark.parametrize("kind", RAISED)
 @pytest.mark.parametrize("mode", ["shm", "sockets"])
-def test_ctrl_c_interrupts_every_blocking_call(mode: str) -> None:
+def test_an_exception_of_a_signal_handler_ends_every_blocking_call(mode: str, kind: type[BaseException]) -> None:
     with contextlib.closing(RankPool({**HOST, TRANSPORT: mode}, communicators=False)) as pool:
-        assert pool.run(1, interrupted_calls) == [[]]
+        assert pool.run(1, interrupted_calls, kind) == [[]]
 
 
 # Exit of a process
