@@ -41,7 +41,9 @@ def function(name: str) -> Any:
     with _pointers_lock:
         if name not in _pointers:
             row = FUNCTIONS[name]
-            _pointers[name] = ctypes.CFUNCTYPE(row.restype, *row.argtypes)(_exports[name])
+            # PYFUNCTYPE: the caller keeps the GIL. A signal that arrives while `guarded` waits for it would raise at
+            # the first instruction of `guarded`, outside of its `try`, and be lost.
+            _pointers[name] = ctypes.PYFUNCTYPE(row.restype, *row.argtypes)(_exports[name])
         return _pointers[name]
 
 
