@@ -179,7 +179,7 @@ def on_garbage_collected(comm: Comm) -> None:
     """Warn that the communicator was never closed, and leave its handle to be aborted at exit. Aborting here is unsafe:
     garbage collection runs in any thread at any time, also inside another NCCL call."""
     handle = getattr(comm, "_handle", None)
-    if handle is None or not hasattr(comm, "_site") or sys.is_finalizing():
+    if handle is None or not hasattr(comm, "_site"):
         return
     _leaked.append((comm.library, ReleasedHandle(handle, comm._scratch_memory)))
     warnings.warn(

@@ -30,6 +30,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..bindings.abi import Result
+from ..bindings.resource import destructor
 from .failure import HostFailure, by_signal
 
 SLOTS = 4
@@ -158,6 +159,7 @@ class OwnSegment(Segment):
     def _reserve(self, start: int, nbytes: int) -> None:
         _allocate(nbytes, lambda: os.posix_fallocate(self.fd, start, nbytes))
 
+    @destructor
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError, OSError):
             self.close()

@@ -24,6 +24,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ..bindings.resource import destructor
 from .connect import Channels
 from .connection import FAIL, FINALIZE, HEAD_BYTES, STATUS, Connection, Form, Label, Transfer
 from .failure import TransportFailure, by_signal, invalid_argument, last_error
@@ -343,6 +344,7 @@ class Transport:
             for sock in (connection.data, connection.control, connection.rma):
                 sock.close()
 
+    @destructor
     def __del__(self) -> None:
         with contextlib.suppress(OSError, AttributeError):
             os.close(self._wake)
