@@ -186,7 +186,7 @@ def on_garbage_collected(comm: Comm) -> None:
     warnings.warn(
         f"{comm!r}, made at {comm._site}, was never closed: call destroy(), or use it in a with statement",
         ResourceWarning,
-        stacklevel=3,
+        stacklevel=4,
     )
 
 
