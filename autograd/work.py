@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from pynccl import Communicator
+from pynccl.bindings.resource import destructor
 from pynccl.bindings.values import attribute, shown
 from pynccl.watch.attribution import attribute_calls
 from pynccl.watch.frames import call_site
@@ -170,6 +171,7 @@ class _Pending:
         """Let the current stream use a result that an earlier wait(), maybe under another stream, returned."""
         self._side.share(y, self._wait_stream)
 
+    @destructor
     def __del__(self) -> None:
         # If wait() was never called, the stream of start() must wait, so that the allocator does not reuse the buffers
         # while the collective writes to them. A finalizer runs in any thread, under any current stream.

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pynccl import Communicator
+from pynccl.bindings.resource import destructor
 
 from ..streams import KeepAliveList, side_stream
 from ..torch_internals import queue_callback
@@ -41,6 +42,7 @@ class EndOfPass:
         self._reached = True
         self._finish()
 
+    @destructor
     def __del__(self) -> None:
         """Autograd holds the only reference, and drops it with the pass, also after an error."""
         if not self._reached:

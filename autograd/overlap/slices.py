@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pynccl.bindings.resource import destructor
+
 from .lanes import Lanes, Point
 
 
@@ -87,6 +89,7 @@ class Slices(Sequence[Tensor]):
         """Return all rows, [s, out]."""
         return torch.cat(list(self))
 
+    @destructor
     def __del__(self) -> None:
         pending = getattr(self, "_pending", None)
         if pending is not None:  # its memory must not be reused while it is still written to

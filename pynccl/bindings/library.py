@@ -32,12 +32,13 @@ _ROWS = {**abi.FUNCTIONS, **abi.DEVICE_FUNCTIONS}
 to_pointer = ctypes.c_void_p.from_param
 
 
-def without_argtypes(function: Any, wide: int = 0) -> Any:
+def without_argtypes(library: Library, function: Any, wide: int = 0) -> Any:
     """Return the same C function without argtypes, whose conversions are most of the cost of a ctypes call.
 
     The first `wide` arguments may be 64-bit integers. After them, Python integers are passed as C ints (data type,
     operator, rank), and addresses must be ctypes values (see `to_pointer`)."""
-    return ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * wide)(ctypes.cast(function, ctypes.c_void_p).value or 0)
+    prototype = ctypes.PYFUNCTYPE if library.is_host else ctypes.CFUNCTYPE  # see host.exports
+    return prototype(ctypes.c_int, *[ctypes.c_void_p] * wide)(ctypes.cast(function, ctypes.c_void_p).value or 0)
 
 
 class Library(Shared):
@@ -102,10 +103,17 @@ class Library(Shared):
         text = self.ncclGetErrorString(code)
         return text.decode() if text else f"result {code}"
 
+    def raise_exception(self) -> None:
+        """If the C function that has just failed in this thread was ended by an exception, raise it.
+
+        Only in the host library, whose functions are Python: an exception of a signal handler (Ctrl-C, sys.exit, the
+        user's own) cannot pass through C."""
+        if self.is_host and (error := host_module().take_exception()) is not None:
+            raise error
+
     def error(self, code: int, call: str, comm: int | None = None) -> NcclError:
-        """Return the exception for result `code` of `call`."""
-        if self.is_host and host_module().take_interrupt():  # Ctrl-C arrived inside the C function
-            raise KeyboardInterrupt
+        """Return the exception for result `code` of `call`. Raises the one that ended it: see `raise_exception`."""
+        self.raise_exception()
         return from_result(code, call, self.error_string(code), self.last_error(comm))
 
     def check(self, code: int, call: str, comm: int | None = None) -> None:
@@ -310,7 +318,7 @@ class Functions(dict[str, Any]):
         wide, ints = types.index(ctypes.c_int), types.count(ctypes.c_int)
         handles = types[wide + ints :][:2]
         plain = types[wide : wide + ints] == [ctypes.c_int] * ints and handles == [ctypes.c_void_p] * 2
-        self[name] = without_argtypes(function, wide) if plain else function
+        self[name] = without_argtypes(self.library, function, wide) if plain else function
         return self[name]
 
 

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
 Self = TypeVar("Self", bound="Shared")
 Open = TypeVar("Open", bound="Resource")
+
+
+def destructor(method: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Decorator of every `__del__`: do nothing while the interpreter shuts down. The memory goes with the process, and
+    the globals that a method uses, such as `sys` and `contextlib`, may be None by then. So it looks nothing up."""
+    shutting_down = sys.is_finalizing
+
+    def run(self: Any) -> None:
+        if not shutting_down():
+            method(self)
+
+    return run
 
 
 class Shared:

@@ -225,6 +225,7 @@ class Comm(Shared):
         if not code:
             return
         try:
+            self.library.raise_exception()
             self._check_alive_after()  # if another thread ended it, that explains more than the result code
             code = wait_nonblocking(self.library, self._handle, code, self.timeout, what)
             error = self.library.error(code, what, self._handle) if code else None

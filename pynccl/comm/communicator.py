@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from ..bindings.abi import DataType, MemStat, RedOp, Result, UniqueId
 from ..bindings.library import Library, chosen, gpu_count
+from ..bindings.resource import destructor
 from ..bindings.structs import CommConfig
 from ..bindings.values import counted, integer, seconds, shown
 from ..interop.devices import device_ordinal
@@ -329,6 +330,7 @@ class Communicator(Comm):
         else:
             self.abort()
 
+    @destructor
     def __del__(self) -> None:
         shutdown.on_garbage_collected(self)
 

@@ -149,17 +149,14 @@ def _all_gather_texts(comms: list[Comm], texts: dict[Comm, str]) -> list[list[st
 def _gather(comms: list[Comm], memory: list[Scratch]) -> None:
     library = comms[0].library
     library.check(library.ncclGroupStart(), "ncclGroupStart")
-    code = 0
     try:
         for comm, scratch in zip(comms, memory, strict=True):
             args = (scratch.address, scratch.address + RECORD_BYTES, RECORD_BYTES, int(DataType.UINT8))
             result = library.ncclAllGather(*args, comm._handle, scratch.stream)
-            if result not in (Result.SUCCESS, Result.IN_PROGRESS):
-                code = result
-                break
-    finally:  # Ctrl-C too: the group must not stay open
+            if result != Result.IN_PROGRESS:
+                library.check(result, _WHAT, comm._handle)
+    finally:  # the group must not stay open
         end = library.ncclGroupEnd()
-    library.check(code, _WHAT, comms[0]._handle)
     check_group_result(comms, end, _WHAT)
     for comm, scratch in zip(comms, memory, strict=True):
         scratch.wait()

@@ -18,11 +18,15 @@ T = TypeVar("T")
 _POLL_SECONDS = 0.001
 
 
-def call_with_deadline(timeout: float | None, call: Callable[[], T], library: Library, what: str) -> T:
+def call_with_deadline(
+    timeout: float | None, call: Callable[[], T], library: Library, what: str, undo: Callable[[], object] | None = None
+) -> T:
     """Return `call()`, a C call into `library`; raise NcclTimeout after `timeout` seconds (None: no limit).
 
-    The call runs in a worker thread, so that the main thread can react to Ctrl-C. Without a deadline, other threads
-    than the main thread make it directly."""
+    The call runs in a worker thread, so that the main thread can react to signals. Without a deadline, other threads
+    than the main thread make it directly.
+
+    undo  called in the worker if the call returns after this function has raised: nobody receives its result"""
     if timeout is None and threading.current_thread() is not threading.main_thread():
         return call()
     clock = Clock(timeout)
@@ -32,7 +36,19 @@ def call_with_deadline(timeout: float | None, call: Callable[[], T], library: Li
         advice = "a rank is missing or unreachable: were all ranks started, with the same world size and id?"
         return _timeout(text, library.last_error(), advice)
 
-    return WorkerCall(call, what).result(clock.left(), timeout_error)
+    left = threading.Event()
+
+    def run() -> T:
+        value = call()
+        if undo is not None and left.is_set():
+            undo()
+        return value
+
+    try:
+        return WorkerCall(run, what).result(clock.left(), timeout_error)
+    except BaseException:
+        left.set()
+        raise
 
 
 def wait_nonblocking(library: Library, handle: int | None, code: int, timeout: float | None, what: str) -> int:

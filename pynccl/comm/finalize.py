@@ -34,6 +34,7 @@ _BLOCKS_AFTER_SHRINK = (2, 31, 2)  # ncclCommDestroy of the parent after shrink(
 
 _open: weakref.WeakSet[Comm] = weakref.WeakSet()
 _leaked: list[tuple[Library, ReleasedHandle]] = []  # garbage-collected without being closed
+_given_up = threading.Event()  # at exit, the open communicators did not close in time
 
 
 class ReleasedHandle:
@@ -179,13 +180,13 @@ def on_garbage_collected(comm: Comm) -> None:
     """Warn that the communicator was never closed, and leave its handle to be aborted at exit. Aborting here is unsafe:
     garbage collection runs in any thread at any time, also inside another NCCL call."""
     handle = getattr(comm, "_handle", None)
-    if handle is None or not hasattr(comm, "_site") or sys.is_finalizing():
+    if handle is None or not hasattr(comm, "_site"):
         return
     _leaked.append((comm.library, ReleasedHandle(handle, comm._scratch_memory)))
     warnings.warn(
         f"{comm!r}, made at {comm._site}, was never closed: call destroy(), or use it in a with statement",
         ResourceWarning,
-        stacklevel=3,
+        stacklevel=4,
     )
 
 
@@ -307,6 +308,7 @@ def _close_everything() -> None:
     comms, failed = list(_open), getattr(sys, "last_value", None) is not None
     count = len(comms) + len(_leaked)
     if count and not call_at_exit(lambda: _close(comms, failed), EXIT_SECONDS):
+        _given_up.set()
         late = f"{count} open communicators did not close within {EXIT_SECONDS:g} s{graph_hint()}"
         print(f"pynccl: {late}", file=sys.stderr)
 
@@ -322,6 +324,8 @@ def _close(comms: list[Comm], failed: bool) -> None:
         try:
             ended.append(_close_at_exit(comm, failed))
         except NcclError as error:
+            if _given_up.is_set():  # the library's own exit handler is ending them
+                return
             print(f"pynccl: closing {comm} at exit: {error}", file=sys.stderr)
 
 

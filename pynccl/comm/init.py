@@ -237,7 +237,11 @@ def make(
         with on_device(ordinal):
             return call(ctypes.byref(handle))
 
-    code = call_with_deadline(timeout, run, library, what)
+    def abort_new() -> None:  # so that its other ranks learn that this one does not have it
+        if handle.value:
+            library.ncclCommAbort(handle.value)
+
+    code = call_with_deadline(timeout, run, library, what, abort_new)
     if code == Result.IN_PROGRESS:
         code = _wait_for_new(library, handle, parent, timeout, what)
     library.check(code, what, parent or None)

@@ -6,7 +6,7 @@ import ctypes
 from typing import Any, Literal
 
 from ..bindings.abi import ELEMENTS, DataType, RedOp, ScalarResidence
-from ..bindings.resource import Resource, Shared
+from ..bindings.resource import Resource, Shared, destructor
 from ..bindings.values import shown
 from ..interop.buffers import CPU, TORCH, adapter, data_type, device_name
 from ..interop.tensors import check_not_in_graph
@@ -42,6 +42,7 @@ class OpHandle:
         self.comm, self.code = comm, code
         self.scalar = scalar  # buffer that is read when the operation runs
 
+    @destructor
     def __del__(self) -> None:
         self.comm._unused_operators.append(self.code)
 

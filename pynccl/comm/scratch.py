@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import sys
 from typing import Any
 
 from ..bindings.library import Library
+from ..bindings.resource import destructor
 from ..interop.devices import cuda_core, on_device
 from ..interop.streams import create_stream
 
@@ -28,9 +28,10 @@ class Scratch:
             self._memory = cuda_core().LegacyPinnedMemoryResource().allocate(nbytes)
         self.address = int(self._memory.handle)
 
+    @destructor
     def __del__(self) -> None:
         # The driver frees pinned memory only if a context is current; this thread may have none.
-        if getattr(self, "_stream", None) and not sys.is_finalizing():
+        if getattr(self, "_stream", None):
             with contextlib.suppress(Exception), on_device(self._ordinal):
                 self._memory = None
 

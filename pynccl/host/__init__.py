@@ -24,7 +24,7 @@ from . import (
     rma as _rma,  # noqa: F401
 )
 from .comm import set_timeout
-from .exports import function, take_interrupt
+from .exports import function, take_exception
 from .stream import CallerStream, HostEvent, HostStream, awaited_since, begin_wait, end_wait, stream_from_handle
 from .version import VERSION
 
@@ -39,5 +39,5 @@ __all__ = [
     "function",
     "stream_from_handle",
     "set_timeout",
-    "take_interrupt",
+    "take_exception",
 ]

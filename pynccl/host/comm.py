@@ -7,14 +7,13 @@ import itertools
 import math
 import os
 import threading
-import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from ..bindings.abi import Result
 from .connect import Channels
-from .failure import HostFailure, TransportFailure, invalid_argument, invalid_usage, last_error
+from .failure import HostFailure, TransportFailure, invalid_argument, invalid_usage, last_error, reason_of
 from .link import link_of, sleep_until
 from .memory import Scratch
 from .reduction import PreMulSum
@@ -189,12 +188,8 @@ class Comm:
             raise self.fail(failure) from failure.__cause__
         except TransportFailure as failure:
             raise self._fail_for(failure, self._current_call()) from failure
-        except KeyboardInterrupt:
-            self.interrupt()
-            raise
         except BaseException as error:
-            lines = traceback.format_exception_only(type(error), error)
-            self.fail(HostFailure(Result.INTERNAL_ERROR, f"{works[0].describe()}: {lines[-1].strip()}"))
+            self.interrupt(error)
             raise
         finally:
             self._served += 1  # only the ticket that is next gets here, unless all fail
@@ -283,11 +278,11 @@ class Comm:
         self.rma.wake()
         return self.failure or failure
 
-    def interrupt(self) -> None:
-        """Fail the communicator because Ctrl-C ended an operation."""
+    def interrupt(self, error: BaseException) -> None:
+        """Fail the communicator because an exception ended an operation, such as one of a signal handler."""
         advice = "abort() this communicator and create a new one"
-        failure = HostFailure(Result.SYSTEM_ERROR, f"{self._current_call()} was interrupted (Ctrl-C); {advice}")
-        self.fail(failure, self.failure_notice("it was interrupted (Ctrl-C)"))
+        failure = HostFailure(Result.SYSTEM_ERROR, f"{self._current_call()} {reason_of(error)}; {advice}")
+        self.fail(failure, self.failure_notice(f"it {reason_of(error)}"))
 
     def failure_notice(self, why: str) -> FailureNotice:
         """Return the notice to the peers if this rank itself is the culprit."""

@@ -6,7 +6,6 @@ name both calls.
 
 from __future__ import annotations
 
-import contextlib
 import struct
 import time
 from collections import deque
@@ -15,6 +14,7 @@ from enum import IntEnum
 from typing import Any, NamedTuple
 
 from .connect import Channels
+from .failure import by_signal
 from .store import frame, take_frames
 
 HEAD_BYTES = 128
@@ -112,9 +112,12 @@ class Connection:
         self.flush_control()
 
     def flush_control(self) -> None:
-        with contextlib.suppress(OSError):  # the peer has gone, which read_control reports; or its buffer is full
+        try:
             while self.outbox:
                 del self.outbox[: self.control.send(self.outbox)]
+        except OSError as error:  # the peer has gone, which read_control reports; or its buffer is full
+            if by_signal(error):
+                raise
 
     def read_control(self) -> None:
         """Read and handle the control messages of the peer."""
@@ -127,6 +130,8 @@ class Connection:
         except BlockingIOError:
             pass
         except OSError as error:
+            if by_signal(error):
+                raise
             self.end(f"its process has ended, or the network is down ({error.strerror})")
         try:
             for kind, message in take_frames(self.inbox):

@@ -1,8 +1,8 @@
 """C functions implemented in Python: `export` registers one under its name, `function(name)` returns its pointer.
 
 An exported function returns None for success and raises HostFailure for other result codes. No exception reaches C,
-where ctypes would print it and return garbage. A parameter annotated `Comm` receives the communicator of the handle
-that the caller passed.
+where ctypes would print it and return garbage: an exception of a signal handler is kept for `take_exception`. A
+parameter annotated `Comm` receives the communicator of the handle that the caller passed.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ _pointers: dict[str, Any] = {}  # kept alive: C may hold the address
 _pointers_lock = threading.Lock()
 
 
-class _Interrupt(threading.local):
-    """Whether Ctrl-C arrived inside a C function of this thread."""
+class _Raised(threading.local):
+    """What ended the last C function of this thread that failed, unless that was a failure of its own: an exception of
+    a signal handler (Ctrl-C, sys.exit), one that another thread set in this one, or a defect of the host library."""
 
-    pending = False
+    error: BaseException | None = None
 
 
-_interrupt = _Interrupt()
+_raised = _Raised()
 
 
 def function(name: str) -> Any:
@@ -40,7 +41,9 @@ def function(name: str) -> Any:
     with _pointers_lock:
         if name not in _pointers:
             row = FUNCTIONS[name]
-            _pointers[name] = ctypes.CFUNCTYPE(row.restype, *row.argtypes)(_exports[name])
+            # PYFUNCTYPE: the caller keeps the GIL. A signal that arrives while `guarded` waits for it would raise at
+            # the first instruction of `guarded`, outside of its `try`, and be lost.
+            _pointers[name] = ctypes.PYFUNCTYPE(row.restype, *row.argtypes)(_exports[name])
         return _pointers[name]
 
 
@@ -58,16 +61,12 @@ def export(implementation: Callable[..., None], name: str = "") -> Callable[...,
             return int(Result.SUCCESS)
         except HostFailure as failure:
             return _failed(failure)
-        except KeyboardInterrupt:
-            _interrupt.pending = True  # for `take_interrupt`: C receives only a result code
-            return _failed(HostFailure(Result.SYSTEM_ERROR, f"{name}: interrupted"))
-        except OSError as error:
-            known = system_error(name, error) if out_of_descriptors(error) else None
-            return _failed(known or HostFailure(Result.INTERNAL_ERROR, traceback.format_exc()))
         except MemoryError as error:
             return _failed(HostFailure(Result.SYSTEM_ERROR, f"{name}: out of memory: {error}"))
-        except BaseException:
-            return _failed(HostFailure(Result.INTERNAL_ERROR, traceback.format_exc()))
+        except BaseException as error:
+            if out_of_descriptors(error):
+                return _failed(system_error(name, error))
+            return _failed(HostFailure(Result.INTERNAL_ERROR, traceback.format_exc()), error)
 
     _exports[name] = guarded
     return guarded
@@ -79,13 +78,14 @@ def export_plain(implementation: Callable[..., Any]) -> Callable[..., Any]:
     return implementation
 
 
-def take_interrupt() -> bool:
-    """Return whether Ctrl-C interrupted a C function of this thread, and reset it. The caller raises the exception."""
-    pending, _interrupt.pending = _interrupt.pending, False
-    return pending
+def take_exception() -> BaseException | None:
+    """Return the exception that ended the last C function of this thread that failed, once; None: a failure."""
+    error, _raised.error = _raised.error, None
+    return error
 
 
-def _failed(failure: HostFailure) -> int:
+def _failed(failure: HostFailure, error: BaseException | None = None) -> int:
+    _raised.error = error
     group.mark_failed(failure)
     last_error.text = failure.text
     return int(failure.code)

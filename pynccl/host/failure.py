@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import resource
 import threading
+from typing import TypeGuard
 
 from ..bindings.abi import Result
+from ..bindings.values import shown
 
 
 class HostFailure(Exception):
@@ -44,9 +46,19 @@ REASONS: dict[int, str] = {
 }
 
 
-def out_of_descriptors(error: BaseException) -> bool:
+def out_of_descriptors(error: BaseException) -> TypeGuard[OSError]:
     """Return whether this process or machine has run out of file descriptors, which is not the peer's fault."""
     return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
+
+
+def by_signal(error: OSError) -> bool:
+    """Return whether a signal handler raised it, such as the TimeoutError of an alarm: no system call failed."""
+    return error.errno is None
+
+
+def reason_of(error: BaseException) -> str:
+    """Return what happened to a rank whose operation ended with an exception, for messages."""
+    return "was interrupted (Ctrl-C)" if isinstance(error, KeyboardInterrupt) else f"raised {shown(error)}"
 
 
 def system_error(name: str, error: OSError) -> HostFailure:

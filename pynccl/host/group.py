@@ -13,7 +13,7 @@ from functools import partial
 
 from .algorithms import check_self_messages, works_of
 from .comm import Comm, Work
-from .failure import HostFailure, invalid_usage
+from .failure import HostFailure, TransportFailure, invalid_usage
 from .operation import Operation
 from .stream import HostEvent, HostStream
 
@@ -137,7 +137,8 @@ def _init(inits: Sequence[Init]) -> None:
 def run_at_once(jobs: Sequence[Job], comms: Iterable[Comm] = ()) -> None:
     """Run jobs concurrently in threads, since they may wait for each other. Raises the first error.
 
-    comms  are interrupted if Ctrl-C ends the job in this thread; the other threads are not joined then"""
+    comms  fail if an exception of a signal handler ends the job in this thread; the other threads are not joined then
+    """
     errors: list[BaseException] = []
 
     def guarded(job: Job) -> None:
@@ -154,14 +155,14 @@ def run_at_once(jobs: Sequence[Job], comms: Iterable[Comm] = ()) -> None:
             jobs[0]()
         for thread in others:
             thread.join()
-    except KeyboardInterrupt:
-        for comm in comms:
-            comm.interrupt()
-        raise
-    except BaseException as error:
-        errors.insert(0, error)
+    except (HostFailure, TransportFailure) as failure:
+        errors.insert(0, failure)
         for thread in others:
             thread.join()
+    except BaseException as error:
+        for comm in comms:
+            comm.interrupt(error)
+        raise
     if errors:
         raise errors[0]
 

@@ -48,7 +48,7 @@ def _create(newcomm: Any, comm: Comm, parent: Comm | None, connect: Callable[[in
             connect(ticket)
         except BaseException as error:
             comm.forget()
-            comm.fail(error if isinstance(error, HostFailure) else HostFailure(Result.INTERNAL_ERROR, repr(error)))
+            comm.fail(error) if isinstance(error, HostFailure) else comm.interrupt(error)
             raise
 
     newcomm[0] = comm.handle

@@ -30,7 +30,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ..bindings.abi import Result
-from .failure import HostFailure
+from ..bindings.resource import destructor
+from .failure import HostFailure, by_signal
 
 SLOTS = 4
 SLOT_BYTES = 1 << 20
@@ -149,6 +150,8 @@ class OwnSegment(Segment):
                 with self._lock:
                     self._reserve(start, nbytes)
             except OSError as error:
+                if by_signal(error):
+                    raise
                 raise HostFailure(Result.SYSTEM_ERROR, str(error.strerror)) from error
             self._reserved.add(start)
             self.nbytes += nbytes
@@ -156,6 +159,7 @@ class OwnSegment(Segment):
     def _reserve(self, start: int, nbytes: int) -> None:
         _allocate(nbytes, lambda: os.posix_fallocate(self.fd, start, nbytes))
 
+    @destructor
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError, OSError):
             self.close()
@@ -165,6 +169,8 @@ def _allocate(nbytes: int, call: Callable[[], None]) -> None:
     try:
         call()
     except OSError as error:
+        if by_signal(error):
+            raise
         raise OSError(error.errno, f"cannot allocate {nbytes} bytes of shared memory: {error.strerror}") from error
 
 

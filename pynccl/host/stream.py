@@ -18,7 +18,7 @@ from collections.abc import Callable
 from functools import partial
 
 from ..bindings.errors import NcclInvalidUsage, from_result
-from ..bindings.resource import Shared
+from ..bindings.resource import Shared, destructor
 from .failure import REASONS, HostFailure, exiting, invalid_argument
 
 Job = Callable[[], object]
@@ -293,6 +293,7 @@ class HostStream(_Stream):
         if threading.current_thread() is not self._worker:
             self._worker.join()
 
+    @destructor
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):
             self._queue.jobs.put(None)

@@ -24,9 +24,10 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ..bindings.resource import destructor
 from .connect import Channels
 from .connection import FAIL, FINALIZE, HEAD_BYTES, STATUS, Connection, Form, Label, Transfer
-from .failure import TransportFailure, invalid_argument, last_error
+from .failure import TransportFailure, by_signal, invalid_argument, last_error
 from .watchdog import Activity, culprit_of, disagreement, mismatch, timed_out
 
 _TICK_SECONDS = 0.2
@@ -246,6 +247,8 @@ class Transport:
                 raise culprit_of(self._rank, list(self._connections.values()))
 
     def _io_failure(self, connection: Connection, error: OSError) -> Exception:
+        if by_signal(error):
+            return error
         if error.errno == errno.EFAULT:
             return invalid_argument(
                 "a buffer of the call is not valid memory of this process; keep buffers alive until their stream has "
@@ -282,7 +285,7 @@ class Transport:
             why = f"rank {peer} does not read its connection (frozen or late)"
             raise TransportFailure(why, timed_out=True, culprit=peer) from error
         except OSError as error:
-            raise self._peer_failure(connection) from error
+            raise self._io_failure(connection, error) from error
 
     def rma_recv(self, peer: int, data: memoryview) -> None:
         sock, why = self._connections[peer].rma, "closed by peer"
@@ -341,6 +344,7 @@ class Transport:
             for sock in (connection.data, connection.control, connection.rma):
                 sock.close()
 
+    @destructor
     def __del__(self) -> None:
         with contextlib.suppress(OSError, AttributeError):
             os.close(self._wake)

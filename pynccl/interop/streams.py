@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from ..bindings.errors import NcclInvalidUsage, NcclUnhandledCudaError
 from ..bindings.library import Library, chosen, host_module
-from ..bindings.resource import Shared
+from ..bindings.resource import Shared, destructor
 from ..bindings.values import INT_MAX, INT_MIN, SIZE_MAX, attribute, instance, integer, shown, type_of
 from .devices import (
     core_device as _core_device,
@@ -195,11 +195,12 @@ class CudaStream(Shared):
         if self._own and on_end is not None:
             on_end(int(self.core.handle))
 
+    @destructor
     def __del__(self) -> None:
         kept = getattr(self, "_kept", None)
         if kept is not None:
             kept.detach()
-            if not self._closed and not sys.is_finalizing():
+            if not self._closed:
                 self._notify_end()
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import threading
 
-# Thread -> (function, line of its forward call, what PYNCCL_CHECK=1 compares besides the call). It is almost always empty, and then costs a call nothing.
+# Thread -> (function, line of its forward call, what PYNCCL_CHECK=1 compares besides the call). It is almost always
+# empty, and then costs a call nothing.
 attributions: dict[int, tuple[str, str, str]] = {}
 
 

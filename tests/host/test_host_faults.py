@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -18,7 +19,7 @@ from host_calls import TRANSPORT
 from ranks import HOST, Place, RankPool
 
 import pynccl
-from pynccl import Communicator
+from pynccl import Communicator, NcclRemoteError
 from pynccl.host import init as host_init
 
 ROOT = Path(__file__).parents[2]
@@ -105,9 +106,31 @@ def test_all_survivors_name_a_lost_rank(
 # Interrupted
 
 
-def interrupted_calls(_: Place) -> list[str]:
-    """Return the calls that Ctrl-C did not interrupt."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+class Stopped(BaseException):
+    """An exception of the user's own."""
+
+
+# Exception that the signal handler of a test raises -> what the other ranks read about it.
+RAISED = {
+    KeyboardInterrupt: "it was interrupted (Ctrl-C)",
+    SystemExit: "it raised SystemExit(7)",
+    TimeoutError: "it raised TimeoutError(7)",
+    Stopped: "it raised Stopped(7)",
+}
+
+
+def raise_in_handler(kind: type[BaseException]) -> None:
+    """Make SIGALRM raise `kind(7)`."""
+
+    def handler(*_: object) -> None:
+        raise kind(7)
+
+    signal.signal(signal.SIGALRM, handler)
+
+
+def interrupted_calls(_: Place, kind: type[BaseException]) -> list[str]:
+    """Return the calls that an exception of a signal handler did not end."""
+    raise_in_handler(kind)
     small, large = torch.ones(4), torch.ones(1 << 20)
 
     def in_a_group(comm: Communicator) -> None:
@@ -123,34 +146,130 @@ def interrupted_calls(_: Place) -> list[str]:
     calls: dict[str, Callable[[Communicator], object]] = {
         "small": lambda comm: comm.all_reduce(small, small),
         "large": lambda comm: comm.all_reduce(large, large),
+        "barrier": lambda comm: comm.barrier(),
         "recv": lambda comm: comm.recv(small, 1),
         "send": lambda comm: comm.send(large, 1),
         "group": in_a_group,
         "plan": lambda comm: comm.plan.all_reduce(small, small)(),
+        "window": lambda comm: comm.window(torch.ones(1 << 12)),
         "split": lambda comm: comm.split(0),
         "stream": on_a_stream,
         "signal": lambda comm: comm.wait_signal(1, stream=0),
         "init": lambda _: Communicator.init(2, pynccl.get_unique_id(), 0),
     }
-    uninterrupted = list(calls)
+    left = list(calls)
     for name, call in calls.items():
         comms = Communicator.init_all(2)
-        try:
-            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
-            call(comms[0])
-        except KeyboardInterrupt:
-            uninterrupted.remove(name)
-        with pytest.raises(pynccl.NcclInvalidArgument):  # no pending interrupt is left for the next call
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with contextlib.suppress(pynccl.NcclError):
+            try:
+                call(comms[0])
+            except kind as error:
+                assert error.args == (7,)
+                left.remove(name)
+        with pytest.raises(pynccl.NcclInvalidArgument):  # no exception is left for the next call
             comms[1].library.check(comms[1].library.ncclMemFree(1), "ncclMemFree")
         pynccl.abort(comms)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    return uninterrupted
+    return left
 
 
+@pytest.mark.parametrize("kind", RAISED)
 @pytest.mark.parametrize("mode", ["shm", "sockets"])
-def test_ctrl_c_interrupts_every_blocking_call(mode: str) -> None:
+def test_an_exception_of_a_signal_handler_ends_every_blocking_call(mode: str, kind: type[BaseException]) -> None:
     with contextlib.closing(RankPool({**HOST, TRANSPORT: mode}, communicators=False)) as pool:
-        assert pool.run(1, interrupted_calls) == [[]]
+        assert pool.run(1, interrupted_calls, kind) == [[]]
+
+
+def raised_in_recv(comm: Communicator, kind: type[BaseException]) -> str:
+    """Rank 0 waits for rank 1, and its signal handler raises. Return what each rank reads."""
+    if comm.rank == 0:
+        raise_in_handler(kind)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(kind):
+            comm.recv(torch.ones(4), 1)
+        with pytest.raises(pynccl.NcclError) as failed:
+            comm.recv(torch.ones(4), 1)
+    else:
+        while comm.async_error() == 0:
+            pass
+        with pytest.raises(NcclRemoteError) as failed:
+            comm.send(torch.ones(4), 0)
+    comm.abort()
+    return str(failed.value)
+
+
+@pytest.mark.parametrize("kind", RAISED)
+def test_the_other_ranks_read_which_exception_a_signal_handler_raised(kind: type[BaseException]) -> None:
+    with contextlib.closing(RankPool()) as pool:
+        own, others = pool.run(2, raised_in_recv, kind)
+    happened = RAISED[kind].removeprefix("it ")
+    assert f"on rank 0 of 2 {happened}" in own
+    assert f"lost rank 0: it {happened}" in others
+
+
+def left_split(comm: Communicator) -> str:
+    """Rank 0 leaves split() by an exception before rank 1 calls it. Return what rank 1 reads."""
+    other = comm.split(0)
+    if comm.rank == 0:
+        raise_in_handler(SystemExit)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(SystemExit):
+            comm.split(0)
+        other.send(torch.ones(1), 1)
+        return ""
+    other.recv(torch.ones(1), 0)
+    child = comm.split(0)
+    with pytest.raises(NcclRemoteError) as failed:
+        child.all_reduce(torch.ones(1))
+    return str(failed.value)
+
+
+def test_a_rank_that_left_split_aborts_the_new_communicator() -> None:
+    with contextlib.closing(RankPool()) as pool:
+        assert "lost rank 0: it aborted the communicator" in pool.run(2, left_split)[1]
+
+
+def async_exception(_: Place) -> list[str]:
+    """Set an exception in a thread that waits in the host library; return what it raises."""
+    comms, ended = Communicator.init_all(2), []
+
+    def wait() -> None:
+        try:
+            comms[0].recv(torch.ones(1), 1)
+        except BaseException as error:
+            ended.append(type(error).__name__)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    while not comms[0]._track.head:  # it is in the call
+        pass
+    assert ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(Stopped)) == 1
+    thread.join(20)
+    return ended
+
+
+def test_an_exception_that_another_thread_sets_ends_the_wait() -> None:
+    with contextlib.closing(RankPool(HOST, communicators=False)) as pool:
+        assert pool.run(1, async_exception) == [["Stopped"]]
+
+
+def aborts_and_raises(_: Place) -> None:
+    """A signal handler aborts the communicator that the main thread waits on, and exits."""
+    comms = Communicator.init_all(2)
+
+    def handler(*_: object) -> None:
+        comms[0].abort()
+        raise SystemExit(7)
+
+    signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    with pytest.raises(SystemExit):
+        comms[0].recv(torch.ones(1), 1)
+
+
+def test_a_signal_handler_can_abort_the_communicator_and_exit() -> None:
+    with contextlib.closing(RankPool(HOST, communicators=False)) as pool:
+        pool.run(1, aborts_and_raises)
 
 
 # Exit of a process

@@ -70,6 +70,7 @@ HOST_IMPORTS = {
     "pynccl.bindings.abi",
     "pynccl.bindings.errors",
     "pynccl.bindings.resource",
+    "pynccl.bindings.values",
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -188,3 +189,51 @@ def test_recv_from_killed_peer_raises(processes: RankPool, tmp_path: Path, messa
     outcomes = processes.outcomes(2, recv_from_killed_peer, str(tmp_path / "store"), messages)
     assert not outcomes[0].report, outcomes[0].report
     assert re.search(r"rank 1.*process \d+ was killed", outcomes[0].value), outcomes[0].value
+
+
+class Stopped(Exception):
+    """An exception of the user's own."""
+
+
+def raising_handler(place: Place, path: str, kind: type[BaseException]) -> list[str]:
+    """Rank 0's signal handler raises in calls that wait for rank 1. Return the calls that it did not end."""
+    store = dist.FileStore(f"{path}-done", 2)
+    x, large = torch.ones(4), torch.ones(1 << 20)
+
+    def handler(*_: object) -> None:
+        raise kind(7)
+
+    with process_group("pynccl", place, path):
+        calls: dict[str, Any] = {
+            "all_reduce": lambda group: dist.all_reduce(x, group=group),
+            "all_reduce, async": lambda group: dist.all_reduce(x, group=group, async_op=True).wait(),
+            "all_gather": lambda group: dist.all_gather([x.clone(), x.clone()], x, group=group),
+            "barrier": lambda group: dist.barrier(group=group),
+            "recv": lambda group: dist.recv(x, 1, group=group),
+            "send": lambda group: dist.send(large, 1, group=group),
+            "all_gather_object": lambda group: dist.all_gather_object([None, None], 1, group=group),
+        }
+        groups = [dist.new_group(backend="pynccl") for _ in calls]
+        for group in groups:
+            dist.barrier(group=group)  # makes its communicator
+        left = list(calls)
+        if place.rank == 1:
+            store.wait(["done"])
+            return []
+        signal.signal(signal.SIGALRM, handler)
+        for (name, call), group in zip(calls.items(), groups, strict=True):
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            with contextlib.suppress(NcclError):
+                try:
+                    call(group)
+                except kind:
+                    left.remove(name)
+        store.set("done", "")
+        return left
+
+
+@pytest.mark.parametrize("kind", [SystemExit, TimeoutError, Stopped])
+def test_the_exception_of_a_signal_handler_ends_every_call(
+    processes: RankPool, tmp_path: Path, kind: type[BaseException]
+) -> None:
+    assert processes.run(2, raising_handler, str(tmp_path / "store"), kind) == [[], []]
