@@ -202,7 +202,7 @@ def as_int(value: Any) -> Any:
     """Return `value` as an int if it is an integer of any library, else None. Symbolic sizes are returned unchanged."""
     if type(value) is int or isinstance(value, torch.SymInt):
         return value
-    if isinstance(value, bool) or attribute(value, "dtype") is torch.bool:
+    if value is None or isinstance(value, (bool, str, tuple, list)) or attribute(value, "dtype") is torch.bool:
         return None
     try:
         return operator.index(value)

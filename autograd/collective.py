@@ -15,9 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import weakref
 from collections.abc import Callable, Sequence
-from itertools import count
 from typing import Any, ClassVar, NamedTuple, ParamSpec
 
 import torch
@@ -25,6 +23,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from pynccl import Communicator, NcclInvalidUsage
+from pynccl.comm.base import by_key
 from pynccl.comm.groups import recorder
 from pynccl.watch.attribution import attribute_calls
 from pynccl.watch.frames import call_site
@@ -82,7 +81,8 @@ class Collective(Function):
                 return y
 
             def compiled(x: Tensor, comm: Communicator, *params: Any) -> Tensor:
-                return operator(x, key_of(comm), forward_call(comm, forward_name), *params)
+                key = key_of(comm)
+                return operator(x, key, forward_call(key, forward_name), *params)
 
             pull_back = cls.pull_back.__func__  # type: ignore[attr-defined]
 
@@ -291,27 +291,16 @@ def divide_if_avg(g: Tensor, op: str, comm: Communicator) -> Tensor:
     return g / comm.size if op == "avg" else g
 
 
-# Operators take strings in place of communicators. Neither table keeps a communicator alive.
-_keys: weakref.WeakKeyDictionary[Communicator, str] = weakref.WeakKeyDictionary()
-_communicators: weakref.WeakValueDictionary[str, Communicator] = weakref.WeakValueDictionary()
-_numbers = count(1)
-
-
-@torch.compiler.assume_constant_result
 def key_of(comm: Communicator) -> str:
     """Return the string that identifies comm in calls of the custom operators, in this process."""
     check_comm("key_of", comm)
-    key = _keys.get(comm)
-    if key is None:
-        key = _keys[comm] = f"{next(_numbers)}:{comm.rank}/{comm.size}"
-        _communicators[key] = comm
-    return key
+    return comm._key
 
 
 def communicator(key: str) -> Communicator:
     """Return the communicator of a string from `key_of`."""
-    comm = _communicators.get(key)
-    if comm is None:
+    comm = by_key.get(key)
+    if not isinstance(comm, Communicator):
         raise ValueError(
             f"pynccl operator: {key!r} does not name an alive communicator of this process; pass key_of(comm)"
         )

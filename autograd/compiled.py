@@ -74,27 +74,27 @@ def _mark(node: Any) -> None:
 
 # The argument `call` of an operator: "3 AllReduce.forward model.py:12", the third call on its communicator in a graph.
 # Calls of the backward pass have negative numbers, and the line of their forward call. "" outside torch.compile.
-_numbers: weakref.WeakKeyDictionary[Any, Counter[tuple[Communicator, int]]] = weakref.WeakKeyDictionary()
+_numbers: weakref.WeakKeyDictionary[Any, Counter[tuple[str, int]]] = weakref.WeakKeyDictionary()
 
 
 @torch.compiler.assume_constant_result
-def forward_call(comm: Communicator, name: str) -> str:
+def forward_call(key: str, name: str) -> str:
     """Return the argument `call` of the forward call that torch.compile is tracing."""
-    return _next_call(comm, name, traced_line(), 1)
+    return _next_call(key, name, traced_line(), 1)
 
 
-def backward_call(comm: Communicator, name: str, call: str) -> str:
+def backward_call(key: str, name: str, call: str) -> str:
     """Return the argument `call` of a call in the backward pass of `call`."""
-    return _next_call(comm, name, call.split(" ", 2)[2], -1) if call else ""
+    return _next_call(key, name, call.split(" ", 2)[2], -1) if call else ""
 
 
-def _next_call(comm: Communicator, name: str, line: str, sign: int) -> str:
+def _next_call(key: str, name: str, line: str, sign: int) -> str:
     graph = compiled_graph()
     if graph is None:
         return ""
     numbers = _numbers.setdefault(graph, Counter())
-    numbers[comm, sign] += 1
-    return f"{sign * numbers[comm, sign]} {name} {line}"
+    numbers[key, sign] += 1
+    return f"{sign * numbers[key, sign]} {name} {line}"
 
 
 def attribute_compiled(comm: Communicator, call: str) -> contextlib.AbstractContextManager[object]:

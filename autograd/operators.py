@@ -86,8 +86,8 @@ def _register(function: type[Collective]) -> None:
             ctx.fetch_token()
 
         def run(comm: Communicator, adjoint: type[Collective], g: Tensor, *params: Any) -> Tensor:
-            call = backward_call(comm, function.backward_name, ctx.call)
-            return adjoint.operator(g, key_of(comm), call, *params)
+            key = key_of(comm)
+            return adjoint.operator(g, key, backward_call(key, function.backward_name, ctx.call), *params)
 
         dx = function.cotangent(run, ctx.comm, gradients[0], ctx.shape, ctx.saved_tensors, ctx.params)
         # torch takes an empty list for a list of tensors, whose gradient is a list

@@ -32,12 +32,13 @@ _ROWS = {**abi.FUNCTIONS, **abi.DEVICE_FUNCTIONS}
 to_pointer = ctypes.c_void_p.from_param
 
 
-def without_argtypes(library: Library, function: Any, wide: int = 0) -> Any:
+def without_argtypes(function: Any, wide: int = 0) -> Any:
     """Return the same C function without argtypes, whose conversions are most of the cost of a ctypes call.
 
     The first `wide` arguments may be 64-bit integers. After them, Python integers are passed as C ints (data type,
     operator, rank), and addresses must be ctypes values (see `to_pointer`)."""
-    prototype = ctypes.PYFUNCTYPE if library.is_host else ctypes.CFUNCTYPE  # see host.exports
+    keeps_gil = function._flags_ & ctypes._FUNCFLAG_PYTHONAPI  # a function of the host library: see host/exports.py
+    prototype = ctypes.PYFUNCTYPE if keeps_gil else ctypes.CFUNCTYPE
     return prototype(ctypes.c_int, *[ctypes.c_void_p] * wide)(ctypes.cast(function, ctypes.c_void_p).value or 0)
 
 
@@ -318,7 +319,7 @@ class Functions(dict[str, Any]):
         wide, ints = types.index(ctypes.c_int), types.count(ctypes.c_int)
         handles = types[wide + ints :][:2]
         plain = types[wide : wide + ints] == [ctypes.c_int] * ints and handles == [ctypes.c_void_p] * 2
-        self[name] = without_argtypes(self.library, function, wide) if plain else function
+        self[name] = without_argtypes(function, wide) if plain else function
         return self[name]
 
 

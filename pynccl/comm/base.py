@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import Any, NamedTuple
@@ -64,6 +65,12 @@ class Lineage(NamedTuple):
         return [self] if self.parent is None else [self, *self.parent.line()]
 
 
+_numbers = count(1)
+# Key of a communicator, a string that is unique in this process -> the communicator, while it exists. torch.compile
+# takes the key in place of the communicator.
+by_key: weakref.WeakValueDictionary[str, Comm] = weakref.WeakValueDictionary()
+
+
 class Comm(Shared):
     """An ncclComm_t and its state. Users see the subclass `Communicator`, which adds the operations."""
 
@@ -98,6 +105,8 @@ class Comm(Shared):
         self._stopped = False  # shrink(abort=True) has aborted the calls in flight
         self._unused_operators: list[int] = []  # to be freed: see redop.OpHandle
         self._site = call_site()
+        self._key = f"{next(_numbers)}:{self.rank}/{self.size}"
+        by_key[self._key] = self
         if not isinstance(track, Track):
             track = new_track(track, self.rank, self.size)
         self._track = track

@@ -204,4 +204,4 @@ def _to_c(call: Call) -> Prepared:
     function: Any = call.function
     types, args = function.argtypes, call.args
     values = [ctype.from_param(value) for ctype, value in zip(types, args, strict=False)]
-    return without_argtypes(call.comm.library, function), (*values, *args[len(types) :])
+    return without_argtypes(function), (*values, *args[len(types) :])
