@@ -19,6 +19,9 @@ metrics). If a rank does not use an output, pass it to `anchor`. torch.autograd.
 that lead to `inputs`, so pass inputs behind the same calls on every rank. Under torch.compile no grad_fn is added:
 there, requires_grad must be the same on all ranks.
 
+torch.compile runs each call once, in the order of the program, also if its result is not used; in a checkpoint it saves
+the results. To communicate again instead, put the checkpoint around the compiled function.
+
 Arguments that several functions share:
 
 splits        sizes of all ranks' slices along `dim`, the same list on every rank; None: equal sizes

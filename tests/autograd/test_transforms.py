@@ -101,21 +101,21 @@ def check_unsupported(comm: Communicator) -> None:
         return torch.compile(f, fullgraph=True, backend="aot_eager")(x)
 
     cases: list[tuple[Any, str]] = [
-        (lambda: func.jvp(lambda t: torch.ops.pynccl.copy(t, key, None), (x,), (x,)), "has no forward mode"),
+        (lambda: func.jvp(lambda t: torch.ops.pynccl.copy(t, key, "", None)[0], (x,), (x,)), "has no forward mode"),
         (lambda: compiled(lambda t: func.jvp(lambda u: total(u) * u, (t,), (t,))), "has no forward mode"),
         (
             lambda: compiled(lambda t: func.grad(lambda u: total(u * t).sum())(t)),
             r"call torch\.func outside of torch\.compile",
         ),
         (lambda: compiled(lambda t: ad.all_to_all(t, comm, send_splits=[1, 2])), "both are needed under torch.compile"),
-        (lambda: torch.ops.pynccl.copy(x, "gone", None), "does not name an alive communicator"),
+        (lambda: torch.ops.pynccl.copy(x, "gone", "", None), "does not name an alive communicator"),
     ]
     for call, text in cases:
         with pytest.raises(Exception, match=text):  # torch.compile wraps errors that occur while tracing
             call()
     comm.barrier()  # nothing was launched
     rows = torch.randn(2 * comm.size, 3, 2)
-    traced = func.vmap(lambda t: torch.ops.pynccl.reduce_scatter(t, key, 0, "sum", None, None), in_dims=1)(rows)
+    traced = func.vmap(lambda t: torch.ops.pynccl.reduce_scatter(t, key, "", 0, "sum", None, None)[0], in_dims=1)(rows)
     assert torch.equal(traced, ad.reduce_scatter(rows, comm).movedim(1, 0))
 
 

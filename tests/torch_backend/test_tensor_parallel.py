@@ -292,3 +292,23 @@ def mesh_communicators(place: Place, path: str) -> None:
 
 def test_communicators_of_mesh_axes(processes: RankPool, tmp_path: Path) -> None:
     processes.run(4, mesh_communicators, str(tmp_path / "store"))
+
+
+def compiled_calls(place: Place, path: str) -> None:
+    """Lengths that differ by rank: the compiler must not order the calls by memory."""
+    rows = (64, 1024) if place.rank == 0 else (1024, 64)
+    leaves = [numbers(place.rank + i, n, 4, dtype=torch.float64) for i, n in enumerate(rows)]
+
+    def program(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        s, t, ignored = a.mean(0), b.mean(0), a.sum(0)
+        dist.all_reduce(ignored)
+        dist.all_reduce(s)
+        dist.all_reduce(t)
+        return torch.stack([(t * b.square()).mean(0), (s * a.square()).mean(0)])
+
+    with process_group("pynccl", place, path), torch.no_grad():
+        torch.testing.assert_close(torch.compile(program, fullgraph=True)(*leaves), program(*leaves))
+
+
+def test_compiled_code_calls_the_backend_in_its_order(processes: RankPool, tmp_path: Path) -> None:
+    processes.run(2, compiled_calls, str(tmp_path / "store"), timeout=110)
