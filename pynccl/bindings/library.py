@@ -24,6 +24,7 @@ from .values import instance
 SONAME = "libnccl.so.2"
 _TORCH_LIBRARIES = (("libtorch_cuda.so", SONAME), ("libtorch_hip.so", "librccl.so.1"))  # CPU-only builds have neither
 _NOLOAD = getattr(os, "RTLD_NOLOAD", 0)
+_PYTHON_API = 0x4  # flag of a ctypes.PYFUNCTYPE
 _ROWS = {**abi.FUNCTIONS, **abi.DEVICE_FUNCTIONS}
 
 
@@ -37,7 +38,7 @@ def without_argtypes(function: Any, wide: int = 0) -> Any:
 
     The first `wide` arguments may be 64-bit integers. After them, Python integers are passed as C ints (data type,
     operator, rank), and addresses must be ctypes values (see `to_pointer`)."""
-    keeps_gil = function._flags_ & ctypes._FUNCFLAG_PYTHONAPI  # a function of the host library: see host/exports.py
+    keeps_gil = function._flags_ & _PYTHON_API  # a function of the host library: see host/exports.py
     prototype = ctypes.PYFUNCTYPE if keeps_gil else ctypes.CFUNCTYPE
     return prototype(ctypes.c_int, *[ctypes.c_void_p] * wide)(ctypes.cast(function, ctypes.c_void_p).value or 0)
 

@@ -185,7 +185,8 @@ def test_the_check_finds_equal_calls_that_are_exchanged(ranks: RankPool) -> None
 def gathered_lengths(comm: Communicator) -> list[Any]:
     """Gather tensors whose length differs by step and rank: one rank may recompile where another does not."""
     torch._dynamo.reset()
-    expected, found = [], []
+    expected: list[list[Tensor | None]] = []
+    found: list[list[Tensor | None]] = []
 
     def program(x: Tensor, splits: list[int]) -> Tensor:
         y = ad.gather(x * 2, comm, 0, splits=splits)
