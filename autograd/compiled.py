@@ -52,7 +52,9 @@ def _trace(mode: Any, operator: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """Trace a call of the operator, as torch does it, and mark its node in the graph."""
     lower_as_collective(operator)
     result = mode.__torch_dispatch__(operator, types, args, kwargs)
-    _mark(next(node for node in reversed(mode.tracer.graph.nodes) if node.target is operator))
+    node = next((node for node in reversed(mode.tracer.graph.nodes) if node.target is operator), None)
+    if node is not None:  # None: torch traces an argument of another type first
+        _mark(node)
     return result
 
 
