@@ -40,7 +40,8 @@ def mismatched_counts(comm: pynccl.Communicator) -> None:
 
 def missing_rank(comm: pynccl.Communicator) -> None:
     device = None if comm.device == "cpu" else comm.device
-    pynccl.Communicator.init(2, pynccl.get_unique_id(), 0, device=device, timeout=1.0)  # rank 1 never joins
+    size = comm.size + 1  # as the last rank of one more: the others never join
+    pynccl.Communicator.init(size, pynccl.get_unique_id(), size - 1, device=device, timeout=1.0)
 
 
 MISTAKES: dict[Callable[[pynccl.Communicator], None], type[Exception]] = {

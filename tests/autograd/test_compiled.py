@@ -118,8 +118,14 @@ def run_compiled(comm: Communicator, program: Program, backend: str) -> list[Any
     return found
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+CASES = [
+    pytest.param(program, backend, id=f"{program.__name__}-{backend}", marks=[pytest.mark.slow] if slow else [])
+    for program in PROGRAMS
+    for backend, slow in (("aot_eager", False), ("inductor", program not in (exchanged, unused)))
+]
+
+
+@pytest.mark.parametrize("program, backend", CASES)
 def test_compiled_programs_make_the_calls_of_the_program_in_its_order(
     ranks: RankPool, program: Program, backend: str
 ) -> None:

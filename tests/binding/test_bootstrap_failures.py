@@ -200,7 +200,8 @@ def lose_rank_0(place: Place, port: int) -> End:
         serve.start()
         while not (stores := [store for launch, store in env._stores.items() if str(port) in launch]):
             serve.join(0.01)
-        stores[0].wait(["1/rank/1/1"], timedelta(seconds=50))  # rank 1 has joined
+        while not stores[0].check(["1/rank/1/1"]):  # until rank 1 has joined; wait() would block the other thread
+            serve.join(0.01)
         os._exit(0)
     return end_of(pynccl.init)
 

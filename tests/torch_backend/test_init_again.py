@@ -18,6 +18,7 @@ from rendezvous_servers import free_port
 from pynccl import NcclTimeout
 
 ROOT = Path(__file__).resolve().parents[2]
+SLOW = pytest.mark.slow
 
 
 def use_group(place: Place, method: str, seconds: float = 20) -> list[float]:
@@ -50,7 +51,7 @@ def results(size: int) -> list[list[float]]:
     return [[*map(float, sums[rank]), float((rank - 1) % size)] for rank in range(size)]
 
 
-@pytest.mark.parametrize(("size", "kind"), [(2, "tcp"), (3, "tcp"), (2, "file")])
+@pytest.mark.parametrize(("size", "kind"), [(2, "tcp"), pytest.param(3, "tcp", marks=SLOW), (2, "file")])
 def test_groups_are_made_and_destroyed_20_times(processes: RankPool, tmp_path: Path, size: int, kind: str) -> None:
     method = f"tcp://127.0.0.1:{free_port()}" if kind == "tcp" else f"file://{tmp_path}/store"
     found = processes.run(size, use_groups, method, 20)
@@ -80,7 +81,9 @@ with open(f"{os.environ['REPORT']}/{rank}", "w") as report:
 """
 
 
-@pytest.mark.parametrize(("where", "broken"), [("before", 0), ("before", 1), ("after", 0)])
+@pytest.mark.parametrize(
+    ("where", "broken"), [("before", 1), pytest.param("before", 0, marks=SLOW), pytest.param("after", 0, marks=SLOW)]
+)
 def test_group_after_restart_by_torchrun(tmp_path: Path, where: str, broken: int) -> None:
     (tmp_path / "job.py").write_text(RESTARTED)
     job = [str(tmp_path / "job.py"), where, str(broken)]

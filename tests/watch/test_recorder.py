@@ -167,7 +167,7 @@ def test_the_record_remains_unless_the_process_exits_cleanly(tmp_path: Path) -> 
             assert [call.operation for call in calls] == ["all_reduce"] * 7 + ["broadcast"]
             assert {call.state for call in calls} == {COMPLETED}
             assert [call.site for call in calls] == [f"{program}:7"] * 7 + [f"{program}:8"]
-            expected = ("ValueError: no such file", "<string>:1") if how == "exception" else ("", "")
+            expected = ("ValueError: no such file", f"{program}:9") if how == "exception" else ("", "")
             assert (record.end, record.end_site) == expected, how
 
 
