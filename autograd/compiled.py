@@ -39,11 +39,11 @@ from .torch_internals import (
 )
 
 
-def keep_calls(definition: Any) -> None:
-    """Make torch.compile keep every call of a custom operator, in the order of the program.
+def keep_calls(name: str, definition: Any) -> None:
+    """Make torch.compile keep every call of torch.ops.pynccl.<name>, in the order of the program.
 
     definition  what torch.library.custom_op returned"""
-    has_side_effect(definition._opoverload)
+    has_side_effect(getattr(torch.ops.pynccl, name).default)
     definition.register_torch_dispatch(ProxyTorchDispatchMode, _trace)
     definition.register_torch_dispatch(CheckpointMode, _trace_in_checkpoint)
 

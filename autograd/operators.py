@@ -104,7 +104,7 @@ def _register(function: type[Collective]) -> None:
     made.register_autograd(backward, setup_context=setup_context)
     made.register_vmap(vmap)
     if function.communicates:
-        keep_calls(made)
+        keep_calls(function.name, made)
 
 
 for _function in FUNCTIONS:

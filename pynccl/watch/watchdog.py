@@ -232,7 +232,7 @@ class Watchdog:
         waited = f"waited {time.monotonic() - overdue.since if abort else overdue.waited:.1f} s"
         aborts, limit = abort and comm is not None, comm._call_timeout if comm is not None else None
         why = "PYNCCL_WATCH_ACTION=raise" if self.settings.raises else "its timeout"
-        who = f"rank {track.number} (comm {track.name!r}, {track.size} ranks)"
+        who = f"rank {track.number}{f' of {track.size}' if track.number == track.rank else ''} (comm {track.name!r})"
         lines = [
             f"pynccl watchdog: {who} has {waited}",
             *text.splitlines(),

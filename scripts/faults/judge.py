@@ -31,7 +31,7 @@ _TORCH_MESSAGES = re.compile(
     re.MULTILINE,
 )
 _OWN_NUMBER = re.compile(
-    r"rank \d+ of \d+|\(rank=\d+, nranks=\d+\)|\(reported by rank \d+\)"
+    r"rank \d+ of \d+|watchdog: rank \d+|\(rank=\d+, nranks=\d+\)|\(reported by rank \d+\)"
 )  # itself, and the reporter
 _RANKS = re.compile(r"\branks? (\d+(?:(?:, | and |, and |-)\d+)*)|\branks? \[([\d, ]+)\]")
 
