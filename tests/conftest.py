@@ -45,7 +45,13 @@ def doomed() -> Iterator[RankPool]:
     pool.close()
 
 
+SLOW_SECONDS = 600  # timeout of a slow test without one of its own, for four of them on two cores
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SLOW_SECONDS))
     gpu_tests = [item for item in items if GPU_TESTS in item.path.parents]
     for item in gpu_tests:
         item.add_marker(pytest.mark.gpu)

@@ -26,7 +26,6 @@ def test_a_compiled_random_program_equals_one_process(ranks: RankPool, mode: str
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("mode", [mode for mode in MODES if MODES[mode].compiler is not None])
 def test_compiled_random_programs_equal_one_process(ranks: RankPool, mode: str) -> None:
     compiled_programs_equal_one_process(ranks, mode, 3)

@@ -19,7 +19,7 @@ compiles = pytest.mark.skipif(not (shutil.which("cc") or shutil.which("gcc")), r
 def run(script: str, *options: str, **environment: str) -> str:
     command = [sys.executable, str(ROOT / "scripts" / "bench" / script), *options]
     merged_environment = {**os.environ, **environment}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False, env=merged_environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=merged_environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -68,7 +68,6 @@ def test_scale_reports_the_missing_rank_and_where_it_is() -> None:
     )
 
 
-@pytest.mark.timeout(120)
 def test_overlap_measures_every_case_with_every_schedule() -> None:
     tiny = ["--rows", "16", "--balance", "1", "none", "--width", "8", "--hidden", "12", "--rounds", "3"]
     table, bounds, where = run("overlap.py", *tiny, "--markdown").split("\n\n")

@@ -85,7 +85,6 @@ def test_help_has_exit_codes_and_examples_and_docs_commands_shows_one(help_texts
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_the_examples_in_help_texts_run(
     threads: concurrent.futures.Executor, help_texts: dict[str, Finished], tmp_path: Path
 ) -> None:

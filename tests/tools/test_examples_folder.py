@@ -63,7 +63,7 @@ def test_examples_and_recipes_run_and_print_what_the_page_shows(ranks: RankPool,
 
 def run(*words: str, **more: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYNCCL_LIBRARY": "host", "OMP_NUM_THREADS": "1", **more}
-    return subprocess.run(words, capture_output=True, text=True, timeout=100, env=environment, cwd=ROOT, check=False)
+    return subprocess.run(words, capture_output=True, text=True, timeout=300, env=environment, cwd=ROOT, check=False)
 
 
 # A fake srun: two local ranks with SLURM's variables.

@@ -40,7 +40,7 @@ def test_training_learns_agrees_with_the_unsharded_model_and_saves(ranks: RankPo
         pytest.importorskip("transformers")
     words = ["--check", "--steps", "12", "--lr", "1e-2", "--out", str(tmp_path)]
     words += ["--model", "llama"] if model == "llama" else []
-    (code, output, err), (_, other_output, _) = ranks.run(2, run_training, words, timeout=100)
+    (code, output, err), (_, other_output, _) = ranks.run(2, run_training, words, timeout=300)
     assert (code, other_output) == (0, ""), err
     rows = re.findall(r"^ +(\d+) +([\d.]+) +([\d.]+) +(\S+)$", output, re.MULTILINE)
     assert [int(step) for step, *_ in rows] == list(range(1, 13))

@@ -67,7 +67,7 @@ def messages_of(program: str, folder: Path) -> dict[int, str]:
     """Return the messages of mypy --strict for each line of the program."""
     (folder / "user.py").write_text(program)
     command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(CACHE), "--no-error-summary", "user.py"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode in (0, 1), done.stdout + done.stderr
     messages: dict[int, str] = {}
     for line in done.stdout.splitlines():
