@@ -73,7 +73,8 @@ class Collective(Function):
     compiled: ClassVar[Callable[..., Tensor]]  # (x, comm, *params): the same in a function that torch.compile traces
 
     def __init_subclass__(cls) -> None:
-        cls.forward_name, cls.backward_name = forward_name, _ = f"{cls.__name__}.forward", f"{cls.__name__}.backward"
+        forward_name = cls.forward_name = f"{cls.__name__}.forward"
+        cls.backward_name = f"{cls.__name__}.backward"
         if name := getattr(cls, "name", ""):
 
             def operator(x: Tensor, key: str, call: str, *params: Any) -> Tensor:

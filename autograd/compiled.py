@@ -118,7 +118,9 @@ _seen: weakref.WeakKeyDictionary[Communicator, dict[bool, set[int]]] = weakref.W
 
 def _order(comm: Communicator, number: int) -> str:
     """Return "" if the graph has run as many calls on comm as the program has before this one, else a text that the
-    ranks compare: they may run their calls in another order, but all in the same."""
+    ranks compare: they may run their calls in another order, but all in the same.
+
+    Graphs are not told apart: an exchange right after a graph with fewer calls is missed."""
     passes = _seen.setdefault(comm, {})
     seen = passes.setdefault(number > 0, set())
     if number in seen:  # the graph, or another one, runs from its start

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from ..bindings.abi import UniqueId
+from ..bindings.errors import NcclError
 from ..bindings.library import Library, chosen, gpu_count
 from ..bindings.structs import CommConfig, struct_of
 from ..bindings.values import INT_MAX, integer
@@ -90,7 +91,9 @@ def _joined(rendezvous: Rendezvous, identity: bytes, config: CommConfig | None) 
             rendezvous.on_name = lambda name: track.write_uid(uid_of(name))
         try:
             identity = rendezvous.join(identity)
-        except KeyboardInterrupt as error:
+        except NcclError:
+            raise
+        except BaseException as error:  # of a signal handler
             rendezvous.report(error)
             raise
         yield track, identity

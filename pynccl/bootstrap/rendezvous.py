@@ -9,8 +9,9 @@ A store outlives a rendezvous, and often the processes too, so every rendezvous 
 
 Keys: `issued` is the last number; `first` counts the ranks, and the first one sets `name`, which with the number is
 unique to a rendezvous. Keys of number N start with `N/`: `claims/R` counts the processes with rank R,
-`rank/R/I` describes the I-th of them, `came` lists the ranks that joined, `arrived/S` counts the processes with world
-size S, `all/S` is set once all ranks of such a world have joined, `id` is rank 0's id. `over` ends the rendezvous on
+`rank/R/I` describes the I-th of them, `came` lists the ranks that joined, `early` those that came before rank 0,
+`arrived/S` counts the processes with world size S, `all/S` is set once all ranks of such a world have joined, `differs`
+is the error of a rank with another world size than rank 0, `id` is rank 0's id. `over` ends the rendezvous on
 all ranks: rank 0 completes it, and any rank can end it with an error that all raise; `ends` counts the ranks that set
 it, `in/R` the processes that took part as rank R. Except for polling and for the last rank, which reads `came`, the
 number of store operations per rank does not depend on the world size.
@@ -38,7 +39,7 @@ _FAILED = ("usage", "remote")  # a rank that comes later raises the error; after
 _MIN_PAUSE, _MAX_PAUSE = 0.001, 0.1
 _MAX_PAUSE_OF_RANK_0 = 0.02  # all others wait for it
 _REPORT_SECONDS = 2.0  # limit for reporting this rank's failure to a store that may not answer
-_MIN_REPORT_SECONDS = 0.2  # the same after Ctrl-C, or at the deadline
+_MIN_REPORT_SECONDS = 0.2  # the same after Ctrl-C or sys.exit, or at the deadline
 
 
 class Rendezvous:
@@ -83,7 +84,7 @@ class Rendezvous:
     def report(self, error: BaseException) -> None:
         """Report to the other ranks that this rank failed."""
         text = could_not_start(self._global(self.rank), error)
-        seconds = 0.0 if isinstance(error, KeyboardInterrupt) else min(_REPORT_SECONDS, self.clock.left())
+        seconds = min(_REPORT_SECONDS, self.clock.left()) if isinstance(error, Exception) else 0.0
         with contextlib.suppress(Exception):  # the original error is more important
             no_answer = NcclTimeout("the store does not answer")
             wait = Wait(Clock(max(seconds, _MIN_REPORT_SECONDS)))
@@ -104,7 +105,7 @@ class Rendezvous:
         return found
 
     def _fail(self, text: str) -> None:
-        number = self._number or (self._issue() if self.rank == 0 else self._unfinished(self._issued()))
+        number = self._number or (self._issue() if self.rank == 0 else self._unfinished(max(self._issued(), 1)))
         keys = self._keys(number)
         keys.add(f"claims/{self.rank}", 1)  # so that the next call takes the next number
         _end(keys, "remote", text)
@@ -131,6 +132,8 @@ class Rendezvous:
         """Return the last number that rank 0 issued; wait for the next if this rank has no place in that one."""
         issued, pause = self._issued(), _MIN_PAUSE
         number = self._unfinished(max(issued, 1))
+        if number > issued:
+            append(self._keys(number), "early", str(self.rank))
         while number > issued and not (keys := self._keys(number)).check(["rank/0/1"]) and not keys.check(["over"]):
             self._call_on_name(number)
             if self.clock.left() <= 0:
@@ -140,16 +143,20 @@ class Rendezvous:
         return number
 
     def _no_next(self, number: int) -> NcclError:
-        last = self._keys(number - 1)
+        last, text = self._keys(number - 1), _missing(self._waited(), self._absent(self._keys(number), "early"))
         if number > 1 and last.check(["over"]) and not last.check([f"claims/{self.rank}"]):
-            kind, _, text = _read_end(last)
+            kind, _, reason = _read_end(last)
             if kind == _LATE:
-                late = f"{self._waited()}: it came too late, and rank 0 has not called again since\n  {text}"
+                late = f"{self._waited()}: it came too late, and rank 0 has not called again since\n  {reason}"
                 return _final(NcclTimeout(late))
-        return NcclTimeout(_missing(self._waited(), [self._global(0)]))
+            if kind in _FAILED:
+                text += f"\n  before this process started, the last call at this store failed: {reason}"
+        return NcclTimeout(text)
 
     def _unfinished(self, number: int) -> int:
-        """Return the first number from `number` on which does not belong to an earlier call or run."""
+        """Return the first number from `number` on which does not belong to an earlier call or run.
+
+        Whether an error is of an earlier run, the clocks of two nodes decide."""
         while (keys := self._keys(number)).check(["over"]):
             kind, ended, _ = _read_end(keys)
             earlier_run = ended < process_start_time()
@@ -167,18 +174,20 @@ class Rendezvous:
         if self.rank == 0:
             self.store.set("id", identity)
         append(self.store, "came", str(self.rank))
-        if self.store.add(f"arrived/{self.nranks}", 1) >= self.nranks and not self._absent():
+        if self.store.add(f"arrived/{self.nranks}", 1) >= self.nranks and not self._absent(self.store, "came"):
             self.store.set(f"all/{self.nranks}", "1")
         return claim
 
     def _wait_for_all(self, claim: int, wait: Wait) -> bool:
         """Return whether the rendezvous is complete; False: another follows."""
         pause, longest = _MIN_PAUSE, _MAX_PAUSE if self.rank else _MAX_PAUSE_OF_RANK_0
+        compared = self.rank == 0
         while not self.store.check(["over"]):  # store.wait() would miss an error, and warns
             self._call_on_name(self._number)
             self._check_ranks(claim, wait)
+            compared = compared or self._compare_size()
             if self.clock.left() <= 0:
-                _end(self.store, _LATE, _missing(self._waited(), self._absent()))
+                _end(self.store, _LATE, _missing(self._waited(), self._absent(self.store, "came")))
             wait.pause(pause)
             pause = min(2 * pause, longest)
         kind, _, text = _read_end(self.store)
@@ -192,20 +201,26 @@ class Rendezvous:
         raise _final(_ERRORS.get(kind, NcclRemoteError)(text))
 
     def _check_ranks(self, claim: int, wait: Wait) -> None:
-        """End the rendezvous if all ranks have joined, or if two contradict each other."""
+        """End the rendezvous if all ranks have joined, or if two have the same rank, or another world size."""
         if self.store.check([newer := f"rank/{self.rank}/{claim + 1}"]):
             wait.pause(0)  # not if this call has been given up: then the newer process, or call, replaces it
             self._raise_duplicate(self.store, newer)
         if self.rank == 0:
             if self.store.check([f"all/{self.nranks}"]):
                 _end(self.store, _COMPLETE)
-            return
-        if self.store.check(["rank/0/1"]):
-            size, _, process = read(self.store, "rank/0/1").partition(" ")
-            if size != str(self.nranks):
-                text = f"rank {self._global(0)} ({process}) has world size {size}, rank {self._global(self.rank)} "
-                hint = "WORLD_SIZE (or nranks) must be the same on all ranks"
-                _end(self.store, "usage", f"{text}({_describe_process()}) has {self.nranks}: {hint}")
+            elif self.store.check(["differs"]):
+                _end(self.store, "usage", read(self.store, "differs"))
+
+    def _compare_size(self) -> bool:
+        """Compare the world size with rank 0's, once that has joined. If they differ, rank 0 raises it, if it lives."""
+        if not self.store.check(["rank/0/1"]):
+            return False
+        size, _, process = read(self.store, "rank/0/1").partition(" ")
+        if size != str(self.nranks):
+            text = f"rank {self._global(0)} ({process}) has world size {size}, rank {self._global(self.rank)} "
+            hint = "WORLD_SIZE (or nranks) must be the same on all ranks"
+            self.store.set("differs", f"{text}({_describe_process()}) has {self.nranks}: {hint}")
+        return True
 
     def _call_on_name(self, number: int) -> None:
         if number != self._named and self._shared.check(["name"]):
@@ -222,8 +237,8 @@ class Rendezvous:
         _end(keys, "usage", text)
         raise NcclInvalidUsage(text)
 
-    def _absent(self) -> list[int]:
-        came = set(lines(self.store, "came"))
+    def _absent(self, keys: Any, key: str) -> list[int]:
+        came = set(lines(keys, key))
         return [self._global(rank) for rank in range(self.nranks) if str(rank) not in came]
 
     # Store failures
@@ -281,8 +296,9 @@ def _missing(waited: str, ranks: list[int]) -> str:
 
 
 def could_not_start(rank: int, error: BaseException) -> str:
-    reason = f"could not start: {type(error).__name__}: {error}"
-    return f"rank {rank} " + ("was interrupted (Ctrl-C)" if isinstance(error, KeyboardInterrupt) else reason)
+    if isinstance(error, Exception):
+        return f"rank {rank} could not start: {type(error).__name__}: {error}"
+    return f"rank {rank} {'was interrupted (Ctrl-C)' if isinstance(error, KeyboardInterrupt) else f'raised {error!r}'}"
 
 
 def first_line(error: BaseException) -> str:

@@ -26,7 +26,7 @@ def call_with_deadline(
     The call runs in a worker thread, so that the main thread can react to signals. Without a deadline, other threads
     than the main thread make it directly.
 
-    undo  called in the worker if the call returns after this function has raised: nobody receives its result"""
+    undo  called once the call has returned if this function raises without its result: nobody receives that"""
     if timeout is None and threading.current_thread() is not threading.main_thread():
         return call()
     clock = Clock(timeout)
@@ -36,18 +36,24 @@ def call_with_deadline(
         advice = "a rank is missing or unreachable: were all ranks started, with the same world size and id?"
         return _timeout(text, library.last_error(), advice)
 
-    left = threading.Event()
+    lock, returned, left = threading.Lock(), False, False
 
     def run() -> T:
+        nonlocal returned
         value = call()
-        if undo is not None and left.is_set():
-            undo()
+        with lock:
+            returned = True
+            if left and undo is not None:
+                undo()
         return value
 
     try:
         return WorkerCall(run, what).result(clock.left(), timeout_error)
     except BaseException:
-        left.set()
+        with lock:
+            left = True
+            if returned and undo is not None:
+                undo()
         raise
 
 

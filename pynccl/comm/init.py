@@ -287,14 +287,17 @@ def comm_split_all(
         codes.append(end)
         return next((code for code in codes if code not in (Result.SUCCESS, Result.IN_PROGRESS)), max(codes))
 
-    code = call_with_deadline(timeout, run, library, what)
+    def abort_new() -> None:
+        for handle in handles:
+            if handle.value:
+                abort_handle(library, handle.value)
+
+    code = call_with_deadline(timeout, run, library, what, abort_new)
     try:
         for comm in comms if code == Result.IN_PROGRESS else comms[:1]:
             library.check(wait_nonblocking(library, comm.handle, code, timeout, what), what, comm.handle)
     except BaseException:
-        for handle in handles:
-            if handle.value:
-                abort_handle(library, handle.value)
+        abort_new()
         raise
     return [handle.value or 0 for handle in handles]
 

@@ -25,7 +25,16 @@ from . import (
 )
 from .comm import set_timeout
 from .exports import function, take_exception
-from .stream import CallerStream, HostEvent, HostStream, awaited_since, begin_wait, end_wait, stream_from_handle
+from .stream import (
+    CallerStream,
+    HostEvent,
+    HostStream,
+    awaited_since,
+    begin_wait,
+    end_wait,
+    stream_from_handle,
+    waiting_for,
+)
 from .version import VERSION
 
 __all__ = [
@@ -37,7 +46,8 @@ __all__ = [
     "begin_wait",
     "end_wait",
     "function",
-    "stream_from_handle",
     "set_timeout",
+    "stream_from_handle",
     "take_exception",
+    "waiting_for",
 ]

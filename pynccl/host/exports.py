@@ -42,7 +42,8 @@ def function(name: str) -> Any:
         if name not in _pointers:
             row = FUNCTIONS[name]
             # PYFUNCTYPE: the caller keeps the GIL. A signal that arrives while `guarded` waits for it would raise at
-            # the first instruction of `guarded`, outside of its `try`, and be lost.
+            # the first instruction of `guarded`, outside of its `try`, and be lost. One that arrives in the
+            # microseconds before that instruction still is.
             _pointers[name] = ctypes.PYFUNCTYPE(row.restype, *row.argtypes)(_exports[name])
         return _pointers[name]
 

@@ -9,12 +9,13 @@ after the work, or in a caller that waits for such an event.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 from ..bindings.errors import NcclInvalidUsage, from_result
@@ -56,6 +57,16 @@ def begin_wait(handle: int, waiter: int = 0) -> int:
 
 def end_wait(number: int) -> None:
     _waits.pop(number, None)
+
+
+@contextlib.contextmanager
+def waiting_for(handle: int, waiter: int = 0) -> Iterator[None]:
+    """Context manager: a thread waits for a stream; see `begin_wait`."""
+    number = begin_wait(handle, waiter)
+    try:
+        yield
+    finally:
+        end_wait(number)
 
 
 def awaited_since(handles: set[int]) -> float:
@@ -116,19 +127,15 @@ class _Completion:
 
     def wait(self, waiter: int) -> None:
         """Block the thread of the stream `waiter`."""
-        number = begin_wait(self.stream, waiter)
-        # In slices, since an exiting process drops queued work and then never sets the event.
-        while not self.happened.wait(0.2) and not exiting.is_set():
-            pass
-        end_wait(number)
+        with waiting_for(self.stream, waiter):
+            # In slices, since an exiting process drops queued work and then never sets the event.
+            while not self.happened.wait(0.2) and not exiting.is_set():
+                pass
 
     def wait_and_raise(self) -> None:
         if not self.happened.is_set():
-            number = begin_wait(self.stream)
-            try:
+            with waiting_for(self.stream):
                 self.happened.wait()
-            finally:
-                end_wait(number)
         if self._failed is not None:
             self._failed.raise_once()
 
@@ -283,15 +290,18 @@ class HostStream(_Stream):
         return self._queue.done == self._queued
 
     def close(self) -> None:
-        """Run the queued work, then end the worker. The handle becomes invalid at once."""
+        """Run the queued work, then end the worker. The stream takes no further work."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
             self._queue.jobs.put(None)
-        _streams.pop(self.handle, None)
-        if threading.current_thread() is not self._worker:
-            self._worker.join()
+        try:
+            if threading.current_thread() is not self._worker:
+                with waiting_for(self.handle):
+                    self._worker.join()
+        finally:
+            _streams.pop(self.handle, None)
 
     @destructor
     def __del__(self) -> None:

@@ -57,7 +57,6 @@ class PyncclBackend(Collectives):
         self._serves, self._ranks = serves, list(ranks or range(size))
         self._title, self._store, self._timeout = name, store, timeout
         self._own_store = self._meet(store)
-        _open.add(self)
         self._lanes: dict[str, Lane] = {}
         self._channels: dict[tuple[int, int, str], Channel] = {}
         self._making = threading.RLock()
@@ -65,6 +64,7 @@ class PyncclBackend(Collectives):
         self._batch: tuple[list[torch.Tensor], list[Call], list[Copy]] | None = None
         if not gpu_count():
             self._lane(torch.device("cpu"))  # early, so that missing ranks are reported here
+        _open.add(self)
 
     def _meet(self, store: Any) -> Any:
         """Wait for the ranks of the group. Return a store for this group alone: after destroy_process_group torch uses

@@ -40,7 +40,7 @@ class Work(c10d.WorkBase):
         self.event: Any = None
         self._done: threading.Event | None = None  # None: it has run, or is enqueued on a stream
         self._stream = 0  # the host stream that runs it
-        self._waits: list[int] = []  # of those who have its future: numbers from begin_wait
+        self._future_wait = 0  # of those who have its future: the number from begin_wait
         self._error: BaseException | None = None
         self._future: Any = None
         self._settled = False
@@ -56,7 +56,7 @@ class Work(c10d.WorkBase):
         assert self._done is not None
         self._error = error
         self._done.set()
-        self._end_waits()
+        host_module().end_wait(self._future_wait)
         if self._future is not None:
             WorkerCall(self._settle, "future")
 
@@ -79,15 +79,8 @@ class Work(c10d.WorkBase):
         assert self._done is not None
         if self._done.is_set():
             return True
-        number = host_module().begin_wait(self._stream)
-        try:
+        with host_module().waiting_for(self._stream):
             return self._done.wait(limit)
-        finally:
-            host_module().end_wait(number)
-
-    def _end_waits(self) -> None:
-        while self._waits:
-            host_module().end_wait(self._waits.pop())
 
     def is_completed(self) -> bool:
         if self._done is not None and not self._done.is_set():
@@ -119,9 +112,9 @@ class Work(c10d.WorkBase):
                 # torch's set_exception() sets the exception as the result, which C++ (DDP's reducer) takes for tensors.
                 self._future = self._base_future if devices else self._base_future.then(self._outcome)
                 if self._done is not None:  # DDP waits for the future, in C++
-                    self._waits.append(host_module().begin_wait(self._stream))
+                    self._future_wait = host_module().begin_wait(self._stream)
                     if self._done.is_set():
-                        self._end_waits()
+                        host_module().end_wait(self._future_wait)
         if self._done is None or self._done.is_set():
             self._settle()
         return self._future

@@ -28,7 +28,9 @@ _TYPED_IN = (
     "<doctest",
 )  # user code; others are generated code
 _INSTALLED = re.compile(r".*/(?:site|dist)-packages/")
-_SCRIPTS = os.path.dirname(sys.executable) + os.sep  # console scripts, which only call an installed package
+_SCRIPTS = os.path.join(
+    os.path.dirname(sys.executable or os.devnull), ""
+)  # console scripts, which only call an installed package
 _WRAPPERS = ("wrapper", "inner", "wrapped", "decorate_context")  # functions that decorators return
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
 _FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
@@ -93,11 +95,16 @@ def called_from(site: str, stream: int = 0) -> Iterator[None]:
 
     It is a line of code that torch.compile has replaced; or where the program posted the call to this thread, to wait
     for it later by waiting for the host stream `stream`."""
-    _call_sites[threading.get_ident()] = (site, stream)
+    thread = threading.get_ident()
+    before = _call_sites.get(thread)
+    _call_sites[thread] = (site, stream)
     try:
         yield
     finally:
-        del _call_sites[threading.get_ident()]
+        if before is None:
+            del _call_sites[thread]
+        else:
+            _call_sites[thread] = before
 
 
 def posting_stream() -> int:
@@ -110,7 +117,7 @@ def _is_internal(file: str) -> bool:
         return not file.startswith(_TYPED_IN)
     folders = [_FOLDER, *_folders_of(_PACKAGES)]
     if generated := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):  # set by torch itself when it first writes code there
-        folders.append(generated + os.sep)
+        folders.append(os.path.join(generated, ""))
     return file.startswith((*folders, *_MODULES))
 
 
@@ -185,7 +192,7 @@ def place(frames: Sequence[str]) -> str:
         return frames[own] if frames else ""
     called = frames[own - 1 :: -1]  # outermost first
     line = frames[own].rpartition(" ")[0]
-    return f"{line}, in {_qualified(next(filter(_is_telling, called), called[0]))}"
+    return f"{line}, in {_qualified(next(filter(_is_public_function, called), called[0]))}"
 
 
 def innermost_own(files: Sequence[str]) -> int:
@@ -201,7 +208,7 @@ def _in_library(file: str) -> bool:
     return internal_files[file] or file.startswith((_LIBRARY, _SCRIPTS)) or bool(_INSTALLED.match(file))
 
 
-def _is_telling(frame: str) -> bool:
+def _is_public_function(frame: str) -> bool:
     """Return whether a function's name says what it does: not a private one, nor one of a decorator."""
     name = frame.rpartition(" ")[2]
     return name.isidentifier() and (name[0] != "_" or name.startswith("__")) and name not in _WRAPPERS

@@ -106,7 +106,7 @@ class Group:
         made = maker(call)
         words = [made, self.title()] if call.function and made else [self.title()]
         words += [f"{clean(call.dtype, 20)} x {call.count:,}".strip()] if call.count >= 0 else []
-        words += [f"root {call.root}"] if call.root >= 0 else []
+        words += [f"root {self.number(call.root)}"] if call.root >= 0 else []
         words += [made] if made and made not in words else []
         return f"{self.call_name(call)} ({', '.join(words)})"
 

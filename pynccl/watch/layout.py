@@ -83,10 +83,7 @@ class CommHead(ctypes.Structure):
         ("ended_site", c_char * 160),
         ("error", c_char * 512),
         ("ranks", c_int32 * LISTED_RANKS),  # global rank of each of its ranks; all 0: unknown
-        (
-            "excluded",
-            c_uint8 * LISTED_RANKS,
-        ),  # 1 for each rank that its shrinks exclude, and that so does not call them
+        ("excluded", c_uint8 * LISTED_RANKS),  # 1 for each rank that its last shrink excludes
     )
 
 

@@ -89,7 +89,7 @@ class CommRecord:
     waits_at when its streams were last observed waiting for calls issued earlier
     awaited_at  since when the program waits for its posted calls; 0.0: it does not
     ranks    global rank of each of its ranks; []: unknown
-    excluded the ranks that its shrinks exclude, as this rank called them
+    excluded the ranks that its last shrink excludes, as this rank called it
     ended    "" while alive, else "destroyed", "aborted", "aborted at exit", ...; ended_site, ended_at: where, when
     """
 

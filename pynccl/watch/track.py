@@ -7,6 +7,7 @@ the format.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import mmap
 import os
@@ -95,7 +96,8 @@ class Track:
         self.write("uid", uid)
 
     def exclude(self, ranks: Sequence[int]) -> None:
-        """Record that these ranks do not take part in a shrink."""
+        """Record that these ranks do not take part in the shrink that follows."""
+        ctypes.memset(self.comm_head.excluded, 0, layout.LISTED_RANKS)
         for rank in ranks:
             if rank < layout.LISTED_RANKS:
                 self.comm_head.excluded[rank] = 1

@@ -41,7 +41,7 @@ class Verdict(Finding):
               (its call raised), "stalled" (all ranks have entered the call, and it makes no progress)
     sentence  the finding in one sentence; details: one line per rank concerned
     culprits  (uid of the communicator, rank in it); lines: their lines of code, with full paths
-    comms     uids of the communicators concerned
+    comms     uids of the communicators concerned; processes: (host, pid) of the culprits' processes
     findings  all findings, beginning with this one
     """
 
@@ -100,7 +100,7 @@ def about(verdict: Verdict, uid: str, rank: int) -> str:
             for finding in concerned
             if finding.kind == first.kind and any(owner == uid for owner, _ in finding.culprits)
         ]
-        if first.kind == "missing" and alike:  # prefer missing ranks of this communicator, in its numbering
+        if first.kind == "missing" and alike:  # prefer missing ranks of this communicator
             first = alike[0]
     return "\n".join([first.sentence, *first.details[:3]])
 

@@ -133,7 +133,7 @@ class Watchdog:
             if what not in self._printed:
                 self._printed.add(what)
                 lines = ["pynccl watchdog: other ranks wait for this rank", first, *rest]
-                print("\n  ".join(lines), file=sys.stderr, flush=True)
+                _print(lines)
 
     def _poll_comm(self, track: Track, state: CommState) -> OverdueCall | None:
         head = track.head
@@ -240,9 +240,14 @@ class Watchdog:
             *self._write_stack(overdue).splitlines(),
             *([f"the communicator is aborted ({why})"] if aborts else []),
         ]
-        print("\n  ".join(lines), file=sys.stderr, flush=True)
+        _print(lines)
         if aborts:
             comm._abort_late(f"rank {track.number} {waited}{f', timeout {limit:g} s' if limit else ''}: {text}")
+
+
+def _print(lines: list[str]) -> None:
+    """Print a report in one write, since other ranks may print theirs to the same terminal at the same time."""
+    print("\n  ".join(lines) + "\n", end="", file=sys.stderr, flush=True)
 
 
 _watchdog: Watchdog | None = None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -79,6 +81,34 @@ def fail_to_start(place: Place, store: Any, broken: int) -> End:
     return init(store, place, device="cuda:0")
 
 
+def fail_first(place: Place, store: Any, broken: int) -> End:
+    """One rank has failed before the others come."""
+    if place.rank == broken:
+        end = init(store, place, device="cuda:0")
+        pass_gate(store, "failed first", SIZE)
+        return end
+    pass_gate(store, "failed first", SIZE)
+    return init(store, place)
+
+
+def exit_while_waiting(place: Place, store: Any, ended: int) -> End:
+    """A signal handler ends one rank while it waits for the last one, which comes later."""
+    gate = f"exit of {ended}"
+    if place.rank == SIZE - 1:
+        pass_gate(store, gate, SIZE)
+        return init(store, place)
+    before = signal.signal(signal.SIGALRM, lambda *_: sys.exit("SIGALRM"))
+    signal.setitimer(signal.ITIMER_REAL, 0.5 if place.rank == ended else 0)
+    end = init(store, place)
+    signal.signal(signal.SIGALRM, before)
+    pass_gate(store, gate, SIZE)
+    return end
+
+
+def come_alone(place: Place, store: Any, alone: int) -> End:
+    return init(store, place, TIMEOUT) if place.rank == alone else End("", "", 0)
+
+
 def miss(place: Place, store: Any, missing: int) -> End:
     """One rank does not come."""
     return init(store, place, TIMEOUT) if place.rank != missing else End("", "", 0)
@@ -95,6 +125,11 @@ def come_late(place: Place, store: Any, late: int) -> End:
 
 
 FAILURES: list[tuple[Callable[[Place, Any, int], End], int, list[str], str]] = [
+    (fail_first, 2, ["NcclRemoteError", "NcclRemoteError", "ValueError"], "the host library works on the CPU"),
+    (exit_while_waiting, 1, ["NcclRemoteError", "SystemExit", "NcclRemoteError"], "SIGALRM"),
+    (exit_while_waiting, 0, ["SystemExit", "NcclRemoteError", "NcclRemoteError"], "SIGALRM"),
+    (come_alone, 1, ["", "NcclTimeout", ""], "ranks [0, 2] never joined"),
+    (come_alone, 0, ["NcclTimeout", "", ""], "ranks [1, 2] never joined"),
     (fail_to_start, 0, ["ValueError", "NcclRemoteError", "NcclRemoteError"], "the host library works on the CPU"),
     (fail_to_start, 2, ["NcclRemoteError", "NcclRemoteError", "ValueError"], "the host library works on the CPU"),
     (miss, 0, ["", "NcclTimeout", "NcclTimeout"], "ranks [0] never joined"),
@@ -150,6 +185,19 @@ def test_new_processes_replace_those_that_died_in_rendezvous(processes: RankPool
     outcomes = processes.outcomes(2, die_in_rendezvous, path)
     assert all("died: exit code 3" in outcome.report for outcome in outcomes)
     assert [end.error for end in processes.run(SIZE, start_after_deaths, path)] == [""] * SIZE
+
+
+def start_two_after_deaths(place: Place, path: str) -> End:
+    store = dist.FileStore(path, SIZE)
+    if place.rank == 0:  # rank 1 finds the rendezvous of the dead ranks, which had another world size
+        wait_until(lambda: store.check(["1/differs"]))
+    return init(store, place)
+
+
+def test_new_processes_of_another_world_size_replace_those_that_died(processes: RankPool, tmp_path: Path) -> None:
+    path = str(tmp_path / "store")
+    processes.outcomes(2, die_in_rendezvous, path)
+    assert [end.error for end in processes.run(2, start_two_after_deaths, path)] == [""] * 2
 
 
 def fail_alone(place: Place, path: str) -> End:

@@ -56,6 +56,14 @@ def stream(x: torch.Tensor, comm: Any) -> Callable[[], object]:
     return side.synchronize
 
 
+def close(x: torch.Tensor, comm: Any) -> Callable[[], object]:
+    import pynccl
+
+    side = pynccl.create_stream()
+    comm.all_reduce(x, stream=side)
+    return side.close
+
+
 def chained_streams(x: torch.Tensor, comm: Any) -> Callable[[], object]:
     import pynccl
 
@@ -65,7 +73,7 @@ def chained_streams(x: torch.Tensor, comm: Any) -> Callable[[], object]:
     return lambda: (last.synchronize(), side)
 
 
-POSTS = (recv, send, all_reduce, future, start, stream, chained_streams)
+POSTS = (recv, send, all_reduce, future, start, stream, close, chained_streams)
 # What rank 1 calls for each, once rank 0's watchdog has reported that it waits.
 ANSWERS: dict[Any, Callable[[torch.Tensor, Any], object]] = {
     recv: lambda x, comm: dist.send(x, 0),

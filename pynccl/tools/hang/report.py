@@ -126,15 +126,15 @@ def _call_cells(comm: CommRecord, call: CallRecord, now: float) -> list[str]:
         call.state,
         call_name(call, comm.ranks),
         table.comm_name(comm),
-        _what(call) or "-",
+        _what(call, comm.ranks) or "-",
         f"{place(call.site)} {call.function}".strip() or "-",
     ]
 
 
-def _what(call: CallRecord) -> str:
+def _what(call: CallRecord, ranks: Sequence[int]) -> str:
     """ "BFLOAT16 x 33,554,432, SUM, root 0, group 7"."""
     words = [f"{call.dtype} x {call.count:,}" if call.count >= 0 else call.dtype, call.op]
-    words.append(f"root {call.root}" if call.root >= 0 else "")
+    words.append(f"root {ranks[call.root] if call.root < len(ranks) else call.root}" if call.root >= 0 else "")
     words.append(f"stream {call.stream:#x}" if call.stream > 0 else "")
     words.append(f"group {call.group}" if call.group else "")
     words += ["plan" if call.plan else "", clean(call.detail, 60), clean(call.error, 80)]
