@@ -59,7 +59,7 @@ def stream(x: torch.Tensor, comm: Any) -> Callable[[], object]:
 def close(x: torch.Tensor, comm: Any) -> Callable[[], object]:
     import pynccl
 
-    side = pynccl.create_stream()
+    side: Any = pynccl.create_stream()
     comm.all_reduce(x, stream=side)
     return side.close
 
