@@ -22,6 +22,7 @@ from .failure import invalid_argument
 STORAGE: tuple[torch.dtype, ...] = tuple(getattr(torch, element.bits_as) for element in ELEMENTS)
 
 _KEEP_BYTES = 64 << 20
+_MANY_ELEMENTS = 1 << 48
 
 # The memory of this process, from address 1 on. Slicing it is four times as fast as making a memoryview by ctypes.
 _memory: memoryview = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
@@ -37,12 +38,13 @@ def view(address: int, count: int, dtype: int) -> Tensor:
 def tensor_at(address: int, count: int, dtype: torch.dtype) -> Tensor:
     """Return `count` elements at `address`. Do not keep it: a small object in memory that the user has freed keeps the
     allocator from reusing the memory for the next large buffer."""
-    if count == 0:
-        return torch.empty(0, dtype=dtype)
-    _check_size(count * dtype.itemsize)
     if torch.is_inference_mode_enabled():
         with normal_tensors():
-            return torch.frombuffer(_memory, dtype=dtype, count=count, offset=address - 1)
+            return tensor_at(address, count, dtype)
+    if count == 0:
+        return torch.empty(0, dtype=dtype)
+    if count > _MANY_ELEMENTS:
+        _check_size(count * dtype.itemsize)
     return torch.frombuffer(_memory, dtype=dtype, count=count, offset=address - 1)
 
 
