@@ -82,12 +82,17 @@ def at(site: str) -> str:
     return f" at {place(site)}" if site else ""
 
 
+def global_rank(rank: int, ranks: Sequence[int]) -> int:
+    """Return the global rank of a rank of a communicator, for messages. ranks: of each of its ranks; (): unknown"""
+    return ranks[rank] if rank < len(ranks) else rank
+
+
 def call_name(call: CallRecord, ranks: Sequence[int] = ()) -> str:
     """ "all_reduce #41", "send to rank 2", "finalize".   ranks: global rank of each rank of its communicator"""
     operation = clean(call.operation, 60) or "a call"
     if call.peer >= 0 and call.number <= 0:
-        peer = ranks[call.peer] if call.peer < len(ranks) else call.peer
-        return f"{operation} {'from' if operation in ('recv', 'wait_signal') else 'to'} rank {peer}"
+        direction = "from" if operation in ("recv", "wait_signal") else "to"
+        return f"{operation} {direction} rank {global_rank(call.peer, ranks)}"
     return f"{operation} #{call.number:,}" if call.number > 0 and operation != "init" else operation
 
 

@@ -28,9 +28,8 @@ _TYPED_IN = (
     "<doctest",
 )  # user code; others are generated code
 _INSTALLED = re.compile(r".*/(?:site|dist)-packages/")
-_SCRIPTS = os.path.join(
-    os.path.dirname(sys.executable or os.devnull), ""
-)  # console scripts, which only call an installed package
+# The folder of console scripts, which only call an installed package. An embedded Python may have no executable.
+_SCRIPTS = os.path.join(os.path.dirname(sys.executable or os.devnull), "")
 _WRAPPERS = ("wrapper", "inner", "wrapped", "decorate_context")  # functions that decorators return
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
 _FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from .formatting import ago, call_name, clean, maker, place, ranks_text, seconds
+from .formatting import ago, call_name, clean, global_rank, maker, place, ranks_text, seconds
 from .records import DEAD, FAILED, STOPPED, UNKNOWN, CallRecord, CommRecord, ProcessRecord
 
 MAX_LINES = 8  # about single ranks in one finding
@@ -87,7 +87,7 @@ class Group:
 
     def number(self, rank: int) -> int:
         """Return the global rank, if known, else the rank in the communicator."""
-        return self.ranks[rank] if rank < len(self.ranks) else rank
+        return global_rank(rank, self.ranks)
 
     def title(self) -> str:
         """ "comm 'tp', 4 ranks"."""

@@ -205,6 +205,10 @@ def fail_alone(place: Place, path: str) -> End:
     return init(dist.FileStore(path, SIZE), Place(2, SIZE), device="cuda:0")
 
 
+def come_alone_at(place: Place, path: str) -> End:
+    return come_alone(place, dist.FileStore(path, SIZE), 1)
+
+
 def start_after_failure(place: Place, path: str) -> End:
     return init(dist.FileStore(path, SIZE), place)
 
@@ -215,6 +219,9 @@ def test_failure_of_an_earlier_run_does_not_reach_a_later_one(processes: RankPoo
     assert end.error == "ValueError"
     later = RankPool(communicators=False)
     try:
+        alone = later.run(SIZE, come_alone_at, path)[1]
+        assert alone.error == "NcclTimeout" and "ranks [0, 2] never joined" in alone.message
+        assert "before this process started, the last call at this store failed: rank 2 could not" in alone.message
         assert [end.error for end in later.run(SIZE, start_after_failure, path)] == [""] * SIZE
     finally:
         later.close()

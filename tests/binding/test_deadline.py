@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from processes import IGNORE_FORK_WARNING, process
+
+from pynccl.bindings import workers
+from pynccl.bindings.library import load
+from pynccl.comm import deadline
 
 # A call that sleeps in Python instead of in NCCL, so that it can print when it returns.
 SLOW = """
@@ -58,3 +64,25 @@ os.waitpid(child, 0)
 """
     ended = process(tmp_path, SLOW + BY_DEADLINE + source, *IGNORE_FORK_WARNING)
     assert ended.code == 0 and ended.out.splitlines()[1:] == ["under way in the child: 0", "came back"]
+
+
+@pytest.mark.parametrize("returns_first", [True, False])
+def test_a_result_that_nobody_receives_is_undone_once(monkeypatch: pytest.MonkeyPatch, returns_first: bool) -> None:
+    """Ctrl-C arrives just after the call has returned, or before."""
+    go, undone = threading.Event(), threading.Semaphore(0)
+    calls: list[workers.WorkerCall[Any]] = []
+
+    def interrupted(call: workers.WorkerCall[Any], *_: Any) -> Any:
+        calls.append(call)
+        if returns_first:
+            go.set()
+            call.done.wait()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(workers.WorkerCall, "result", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        deadline.call_with_deadline(None, go.wait, load("host"), "init", undone.release)
+    go.set()
+    assert undone.acquire(timeout=30)
+    calls[0].done.wait()
+    assert not undone.acquire(blocking=False)

@@ -27,6 +27,8 @@ def test_shrink_passes_excluded_ranks() -> None:
     struct, call = stub.calls()
     assert call.args == {"count": 1, "first": 4, "last": 4, "flags": 1}  # NCCL_SHRINK_ABORT
     assert abi.Config.from_buffer_copy(bytes.fromhex(struct.hex)).shrinkShare == 0
+    assert comm._track is not None
+    assert [rank for rank in range(6) if comm._track.comm_head.excluded[rank]] == [4]  # those of the last shrink
 
 
 def test_grow_and_join_with_grow_id() -> None:

@@ -63,6 +63,14 @@ CASES = {
         "running: no rank is stuck",
         uid="u-tp",
     ),
+    "the root of a call in a group of ranks 3 and 5": Case(
+        [
+            process(3, comm(0, 2, [call(1, "broadcast", INSIDE, root=1)], ranks=[3, 5])),
+            process(5, comm(1, 2, ranks=[3, 5])),
+        ],
+        "missing tp1: rank 5 never entered broadcast #1 (comm 'tp', 2 ranks, BFLOAT16 x 33,554,432, root 5); "
+        "rank 3 has waited",
+    ),
     "grow": Case(
         [process(rank, comm(rank, 2, [call(0, "grow", INSIDE, entry=1)])) for rank in range(2)],
         "stalled: ranks 0 and 1 in grow (comm 'tp', 2 ranks), not done after 12.3 s, and no rank is missing: the new "

@@ -7,7 +7,7 @@ import textwrap
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
-from ...watch.formatting import call_name, clean, numbers, place, seconds
+from ...watch.formatting import call_name, clean, global_rank, numbers, place, seconds
 from ...watch.records import DEAD, INSIDE, ISSUED, CallRecord, CommRecord, ProcessRecord
 from ...watch.verdict import Verdict, render
 from . import table
@@ -134,7 +134,7 @@ def _call_cells(comm: CommRecord, call: CallRecord, now: float) -> list[str]:
 def _what(call: CallRecord, ranks: Sequence[int]) -> str:
     """ "BFLOAT16 x 33,554,432, SUM, root 0, group 7"."""
     words = [f"{call.dtype} x {call.count:,}" if call.count >= 0 else call.dtype, call.op]
-    words.append(f"root {ranks[call.root] if call.root < len(ranks) else call.root}" if call.root >= 0 else "")
+    words.append(f"root {global_rank(call.root, ranks)}" if call.root >= 0 else "")
     words.append(f"stream {call.stream:#x}" if call.stream > 0 else "")
     words.append(f"group {call.group}" if call.group else "")
     words += ["plan" if call.plan else "", clean(call.detail, 60), clean(call.error, 80)]
