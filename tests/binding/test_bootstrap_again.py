@@ -23,10 +23,15 @@ TIMEOUT = 1.0
 SIZE = 3
 
 
+def lasting_store(path: str) -> Any:
+    """Return the store of a file that stays when nobody has it open: a FileStore of a world size may remove it."""
+    return dist.FileStore(path)
+
+
 def store_at(place: Place, where: str) -> Any:
     """Return the store of a file, or of a port that rank 0 serves."""
     if where.startswith("/"):
-        return dist.FileStore(where, place.size)
+        return lasting_store(where)
     limit = timedelta(seconds=50)
     return dist.TCPStore("127.0.0.1", int(where), is_master=place.rank == 0, wait_for_workers=False, timeout=limit)
 
@@ -167,14 +172,14 @@ def test_all_ranks_can_init_again_after_one_failed(processes: RankPool, tmp_path
 
 def die_in_rendezvous(place: Place, path: str) -> None:
     """Join as ranks 0 and 2 of 3, and end once both have."""
-    store, rank = dist.FileStore(path, SIZE), 2 * place.rank
+    store, rank = lasting_store(path), 2 * place.rank
     threading.Thread(target=lambda: pynccl.from_store(store, rank, SIZE, timeout=50), daemon=True).start()
     wait_until(lambda: store.check(["1/rank/0/1", "1/rank/2/1"]))
     os._exit(3)
 
 
 def start_after_deaths(place: Place, path: str) -> End:
-    store = dist.FileStore(path, SIZE)
+    store = lasting_store(path)
     if place.rank == 0:  # the other ranks find the rendezvous of the dead ranks, and wait there
         wait_until(lambda: store.check(["1/rank/1/1", "1/rank/2/2"]))
     return init(store, place)
@@ -188,7 +193,7 @@ def test_new_processes_replace_those_that_died_in_rendezvous(processes: RankPool
 
 
 def start_two_after_deaths(place: Place, path: str) -> End:
-    store = dist.FileStore(path, SIZE)
+    store = lasting_store(path)
     if place.rank == 0:  # rank 1 finds the rendezvous of the dead ranks, which had another world size
         wait_until(lambda: store.check(["1/differs"]))
     return init(store, place)
@@ -202,15 +207,15 @@ def test_new_processes_of_another_world_size_replace_those_that_died(processes: 
 
 def fail_alone(place: Place, path: str) -> End:
     """Fail to start as rank 2, which the others, that are not there yet, would learn."""
-    return init(dist.FileStore(path, SIZE), Place(2, SIZE), device="cuda:0")
+    return init(lasting_store(path), Place(2, SIZE), device="cuda:0")
 
 
 def come_alone_at(place: Place, path: str) -> End:
-    return come_alone(place, dist.FileStore(path, SIZE), 1)
+    return come_alone(place, lasting_store(path), 1)
 
 
 def start_after_failure(place: Place, path: str) -> End:
-    return init(dist.FileStore(path, SIZE), place)
+    return init(lasting_store(path), place)
 
 
 def test_failure_of_an_earlier_run_does_not_reach_a_later_one(processes: RankPool, tmp_path: Path) -> None:
@@ -231,7 +236,7 @@ def test_failure_of_an_earlier_run_does_not_reach_a_later_one(processes: RankPoo
 
 
 def init_as(place: Place, path: str, ranks: list[int]) -> End:
-    return init(dist.FileStore(path, SIZE), Place(ranks[place.rank], SIZE))
+    return init(lasting_store(path), Place(ranks[place.rank], SIZE))
 
 
 @pytest.mark.parametrize("ranks", [[0, 0], [1, 1, 0], [0, 0, 1]])
