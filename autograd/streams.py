@@ -20,7 +20,8 @@ import pynccl
 from pynccl import Communicator
 from pynccl.bindings.values import shown
 from pynccl.comm.observers import waiting
-from pynccl.interop.streams import Handle, stream_handle
+from pynccl.interop.handles import vouched
+from pynccl.interop.streams import stream_handle
 
 HIGH = -1  # priority of communication streams
 
@@ -90,9 +91,7 @@ class _CudaSide(SideStream):
         self.stream: Any = torch.cuda.ExternalStream(self._number, device=self.device)
 
     def handle(self, keeper: Any) -> Any:
-        handle = Handle(self._number)
-        handle.owner = keeper
-        return handle
+        return vouched(self._number, keeper)
 
     def wait_for_caller(self) -> Any:
         caller = torch.cuda.current_stream(self.device)

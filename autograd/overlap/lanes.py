@@ -19,7 +19,7 @@ from torch import Tensor
 import pynccl
 from pynccl import CollConfig, Communicator
 from pynccl.comm.observers import observers, waiting
-from pynccl.interop.streams import Handle
+from pynccl.interop.handles import vouched
 
 from ..streams import HIGH, KeepAliveList, is_capturing, side_stream
 
@@ -283,9 +283,7 @@ class Lanes:
         stream = getattr(self.comm, "stream", None)
         if stream is None or isinstance(self.comm, HostLane):
             return stream
-        handle = Handle(stream.cuda_stream)
-        handle.owner = self.kept
-        return handle
+        return vouched(stream.cuda_stream, self.kept)
 
     def new_event(self) -> Any:
         """Return a CUDA event of the communicator's device, if possible one of an earlier operation."""

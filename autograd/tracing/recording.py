@@ -28,7 +28,7 @@ from pynccl import Communicator
 from pynccl.bindings.abi import ITEMSIZE, DataType, RedOp
 from pynccl.bindings.library import host_module
 from pynccl.comm.observers import ControlCall, Observed, Observer, OnEnd
-from pynccl.interop.streams import Handle
+from pynccl.interop.handles import Handle
 from pynccl.watch.attribution import attributions
 from pynccl.watch.frames import call_site
 from pynccl.watch.layout import ARGUMENTS, UNNUMBERED

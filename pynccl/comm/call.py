@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 from ..bindings.abi import DataType, RedOp
 from ..bindings.library import to_pointer
 from ..interop.buffers import TORCH, adapter
-from ..interop.streams import Handle, hold
+from ..interop.handles import Handle
+from ..interop.streams import hold
 from .base import Comm
 
 POINT_TO_POINT = ("send", "recv", "put_signal")

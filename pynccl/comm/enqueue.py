@@ -8,7 +8,8 @@ from typing import Any
 from ..bindings.library import to_pointer
 from ..bindings.structs import CollConfig, struct_of
 from ..interop.buffers import TORCH, adapter, tensor_types
-from ..interop.streams import Handle, hold
+from ..interop.handles import Handle
+from ..interop.streams import hold
 from ..watch.frames import user_site
 from .base import Comm
 from .call import Call, issue

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from ..bindings.abi import ELEMENTS, ITEMSIZE, DataType, RedOp
 from ..bindings.values import SIZE_MAX, attribute, integer, shown, type_of
 from . import dlpack
+from .handles import handle_of, vouched
 from .tensors import is_wrapper, negative_bit_error, why_no_memory
 
 # (address, number of elements, DataType as int, CUDA ordinal). A plain tuple, since every call builds one.
@@ -146,7 +147,8 @@ class _Torch(Adapter):
         return self.empty_like(x) if shape is None else x.new_empty(shape)  # empty_like is twice as fast
 
     def current_stream(self, x: Any, device: int) -> int:
-        return int(self.raw_stream(device)) if device >= 0 else 0
+        handle = self.raw_stream(device) if device >= 0 else 0
+        return vouched(handle) if handle else 0
 
     def mark_written(self, x: Any) -> None:
         self.bump_versions((x,))
@@ -209,7 +211,9 @@ class _CudaArray(Adapter):
 
     def current_stream(self, x: Any, device: int) -> int:
         if type(x).__module__.partition(".")[0] == "cupy":
-            return int(sys.modules["cupy"].cuda.get_current_stream(max(device, -1)).ptr)  # -1: CuPy's current GPU
+            return (
+                handle_of(sys.modules["cupy"].cuda.get_current_stream(max(device, -1))) or 0
+            )  # -1: CuPy's current GPU
         stream = x.__cuda_array_interface__.get("stream")
         return int(stream) if stream else super().current_stream(x, device)
 

@@ -24,6 +24,7 @@ from .devices import (
     described,
     on_device,
 )
+from .handles import DEFAULT_STREAMS, Handle, handle_of, is_cupy_event, number_of
 from .keepalive import KeepAlive, capturing, relaxed
 
 
@@ -59,12 +60,6 @@ class Stream(Protocol):
 
     def query(self) -> bool:
         """Return whether all the work is done."""
-
-
-class Handle(int):
-    """cudaStream_t as an integer that keeps a reference to its stream object."""
-
-    owner: Any
 
 
 class CudaEvent(Shared):
@@ -129,12 +124,12 @@ class CudaStream(Shared):
             with on_device(self.device):
                 other.wait(sys.modules["torch"].cuda.ExternalStream(self.handle))
             return
-        if _is_cupy_event(event):
+        if is_cupy_event(event):
             with self._open():
                 sys.modules["cupy"].cuda.ExternalStream(self.handle).wait_event(event)
             return
         device = attribute(event, "device")
-        if other is event and (number := _handle_of(event)) is not None:
+        if other is event and (number := number_of(event)) is not None:
             other = _cuda_core().Stream.from_handle(int(number))
             device = _device_of(event, int(number), other, self.device)
         elif other is event and attribute(event, "handle") is None:  # cuda.core's streams and events have one
@@ -209,14 +204,11 @@ def _device_of(stream: Any, handle: int, core: Any, context_device: int | None) 
 
     The driver knows it, except for the default streams, whose handles are the same on every GPU: for these, use torch's
     device_index or CuPy's device_id (-1 for the current GPU)."""
-    if handle > _DEFAULT_STREAMS:
+    if handle > DEFAULT_STREAMS:
         with on_device(context_device):  # the query needs some context
             return attribute(attribute(core, "device"), "device_id")
     named = attribute(stream, "device_index", attribute(stream, "device_id"))
     return named if isinstance(named, int) and named >= 0 else current_device()
-
-
-_DEFAULT_STREAMS = 2  # 0 and cudaStreamLegacy, 1; cudaStreamPerThread, 2
 
 
 def create_stream(
@@ -294,10 +286,8 @@ def stream_handle(stream: Any) -> int:
         return stream
     if hasattr(type(stream), "__index__") and not isinstance(stream, bool):
         return stream if type(stream) is Handle else integer(stream, "stream", 0, SIZE_MAX, "a handle, 0..2**64-1")
-    number = _handle_of(stream)
-    if number is not None:
-        handle = Handle(integer(number, "stream", 0, SIZE_MAX, "a handle, 0..2**64-1"))
-        handle.owner = stream
+    handle = handle_of(stream)
+    if handle is not None:
         return handle
     raise TypeError(
         f"stream is {type_of(stream)}, expected a handle (int), a torch.cuda.Stream, a CuPy stream, "
@@ -305,22 +295,13 @@ def stream_handle(stream: Any) -> int:
     )
 
 
-def _is_cupy_event(x: Any) -> bool:
-    return type(x).__name__ == "Event" and type(x).__module__.partition(".")[0] == "cupy"
-
-
-def _handle_of(stream: Any) -> Any:
-    protocol = attribute(stream, "__cuda_stream__")
-    if protocol is not None:
-        return (protocol() if callable(protocol) else protocol)[1]
-    if _is_cupy_event(stream):  # CuPy events have .ptr too
-        return None
-    handles = (attribute(stream, name) for name in ("cuda_stream", "ptr"))
-    return next((handle for handle in handles if isinstance(handle, int)), None)
-
-
 _created: weakref.WeakValueDictionary[int, CudaStream] = weakref.WeakValueDictionary()  # by handle
 on_end: Callable[[int], None] | None = None  # flight recorder's callback: a created stream is closed or dropped
+
+
+def was_created(handle: int) -> bool:
+    """Return whether this is the handle of a CUDA stream of `create_stream` that is open."""
+    return handle in _created
 
 
 def hold(stream: int, library: Library, keep: Any) -> None:
@@ -329,7 +310,7 @@ def hold(stream: int, library: Library, keep: Any) -> None:
     pynccl streams hold the references themselves, even if only their handle was passed. For torch streams, this calls
     record_stream. For the handle of any other stream, the caller must keep the buffers alive.
     """
-    if type(stream) is Handle:
+    if type(stream) is Handle and stream.owner is not None:
         owner = stream.owner
     elif not stream:
         return

@@ -26,7 +26,7 @@ class Member:
         self.group, self.process, self.comm, self.joined = group, process, comm, joined
         self.rank = comm.rank
         self.numbered = {call.number: call for call in comm.calls if call.number > 0}
-        unfinished = [call for call in comm.calls if call.open and not 0 < call.number <= comm.completed]
+        unfinished = [call for call in comm.calls if call.may_wait and not 0 < call.number <= comm.completed]
         self.pending = [self.resolve_check(call) for call in unfinished]
         self.waits = [call for call in self.pending if not call.posted or comm.awaited_at > 0]
 

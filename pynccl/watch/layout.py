@@ -17,7 +17,7 @@ from ctypes import c_char, c_double, c_int32, c_uint8, c_uint32, c_uint64
 from typing import Any
 
 MAGIC = b"pynccl flight recorder"
-VERSION = 6
+VERSION = 7
 SUFFIX = ".watch"
 
 PAGE = 1 << 16  # alignment of a memory map that every architecture accepts
@@ -95,6 +95,7 @@ RETURNED_AT, NUMBER_AT, STREAM_AT, FLAGS_AT = 16, 24, 32, 54  # offsets in a slo
 REGION_BYTES = -(-(REGION_HEAD + CALLS * SLOT.size) // PAGE) * PAGE
 PLAN, FAILED, GAVE_UP = 1, 2, 4  # flags; GAVE_UP: the watchdog aborted the call
 POSTED = 8  # made by a thread of its own: the program went on
+UNKNOWN_STREAM = 16  # nothing tells whether it has run: see pynccl/interop/handles.py
 NO_COUNT = 0xFFFFFFFFFFFFFFFF
 
 # Operation -> index of its count among the C arguments (the data type follows it), and the arguments after that.

@@ -218,7 +218,8 @@ class _File:
             if call.state == FAILED:
                 continue
             if call.returned:
-                call.state = COMPLETED if synchronous or call.entry <= head.completed else ISSUED
+                passed = call.entry <= head.completed and not call.unknown_stream
+                call.state = COMPLETED if synchronous or passed else ISSUED
                 if call.state == COMPLETED:
                     call.completed = call.returned if synchronous else self._seconds(head.completed_at)
             elif call.posted:
@@ -249,6 +250,7 @@ class _File:
             group=group,
             plan=bool(flags & layout.PLAN),
             posted=bool(flags & layout.POSTED),
+            unknown_stream=bool(flags & layout.UNKNOWN_STREAM),
             site=site,
             function=function,
             forward_site=forward,

@@ -14,6 +14,7 @@ from typing import Any
 # stream; or another thread than the program's is inside it. COMPLETED: the stream has passed it, which only polling
 # detects. FAILED: it raised an exception.
 INSIDE, ISSUED, COMPLETED, FAILED = "inside", "issued", "completed", "failed"
+NOT_KNOWN = "not known whether it has run"  # of a call on an unknown stream, for messages
 
 _FRESH_SECONDS = 2.0  # a line observed this recently counts as current
 _SILENT_SECONDS = 5.0  # a killed process ended at most this long after its last heartbeat
@@ -35,6 +36,7 @@ class CallRecord:
     group       calls of one rank with the same number were issued as one group; 0: not in a group
     posted      the program went on, and waits for it only at CommRecord.awaited_at. With the host library: calls on
                 streams, messages of torch.distributed. Not with CUDA, where the program's waits are unknown
+    unknown_stream  no event tells whether it has run: its stream was passed as a number, or is closed
     site        file:line of the call; "" if no user code made it
     function    "AllReduce.backward" if an autograd function made it; forward_site: the line of its forward call
     detail      further arguments: "color=0, key=1" of a split, the calls of a group plan
@@ -52,6 +54,7 @@ class CallRecord:
     group: int = 0
     plan: bool = False
     posted: bool = False
+    unknown_stream: bool = False
     site: str = ""
     function: str = ""
     forward_site: str = ""
@@ -67,9 +70,9 @@ class CallRecord:
         return self.number > 0
 
     @property
-    def open(self) -> bool:
-        """Whether it is not known to have completed or failed."""
-        return self.state in (INSIDE, ISSUED)
+    def may_wait(self) -> bool:
+        """Whether it is not known to have completed or failed. A message on an unknown stream counts as completed."""
+        return self.state == INSIDE or (self.state == ISSUED and (self.collective or not self.unknown_stream))
 
     @property
     def gave_up(self) -> bool:

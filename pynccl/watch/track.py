@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ..interop import streams
+from ..interop.handles import DEFAULT_STREAMS, LASTING, Handle, number_of
 from . import layout
 from .attribution import attributions
 from .frames import posting_stream, user_site
@@ -56,6 +57,7 @@ class Track:
         self._ring, self._strings, self._operations = layout.CALLS, recorder.strings, _Operations(recorder)
         self._groups = itertools.count(1)
         self._closed_streams: dict[int, int] = {}  # stream -> the newest call when it was closed
+        self._sources: dict[int, weakref.ref[Any]] = {}  # stream -> the object of another library that has it
         self.explains = False  # whether an error of this communicator has been explained
         # To ask the ranks on other nodes. Until the communicator has an exchange of its own: that of its parent, or of
         # the first communicator of this process.
@@ -138,6 +140,8 @@ class Track:
         number, counts, at, rest = self._operations[operation]
         if self.posts_on and not stream:
             stream, flags = self.posts_on, flags | layout.POSTED
+        if stream > DEFAULT_STREAMS:
+            flags |= self._note_source(stream)
         if at:
             count, dtype = inputs[at], inputs[at + 1]
             first = inputs[at + 2] if rest else 0
@@ -176,6 +180,17 @@ class Track:
             entry,
         )
         return entry
+
+    def _note_source(self, stream: int) -> int:
+        """Note who vouches for a stream, and return the flag of one for which nobody does."""
+        if self.library is None or self.library.is_host or streams.was_created(stream):
+            return 0
+        source = stream.source if type(stream) is Handle else None
+        if source is None:
+            return layout.UNKNOWN_STREAM
+        if source is not LASTING:
+            self._sources[int(stream)] = weakref.ref(source)
+        return 0
 
     def leave(self, entry: int) -> None:
         """Record that the call has returned."""
@@ -238,11 +253,15 @@ class Track:
         return bool(self._slots[entry % self._ring * _BYTES + layout.FLAGS_AT] & layout.POSTED)
 
     def streams(self, after: int) -> set[int]:
-        """Return the streams of the calls after this number that are still in the ring buffer."""
+        """Return the streams of the calls after this number that are still in the ring buffer, and that exist."""
         found, head, slots = set(), self.head, self._ring
         for entry in range(max(after, head - slots) + 1, head + 1):
-            stream = self._words[entry % slots * _WORDS + _STREAM]
-            if entry > self._closed_streams.get(stream, 0):  # a newer stream may have the handle of a closed one
+            stream, flags_at = self._words[entry % slots * _WORDS + _STREAM], entry % slots * _BYTES + layout.FLAGS_AT
+            if entry <= self._closed_streams.get(stream, 0):  # a newer stream may have the handle of a closed one
+                continue
+            if stream in self._sources and not _has_stream(self._sources[stream](), stream):
+                self._slots[flags_at] |= layout.UNKNOWN_STREAM
+            if not self._slots[flags_at] & layout.UNKNOWN_STREAM:
                 found.add(stream)
         return found
 
@@ -271,6 +290,13 @@ class Track:
         self.comm_head.ended_at = now()
         self.comm_head.state = layout.ENDED
         self.recorder.release(self)
+
+
+def _has_stream(source: Any, stream: int) -> bool:
+    """Return whether an object still has this stream."""
+    with contextlib.suppress(Exception):  # it may be closed
+        return source is not None and bool(number_of(source) == stream)
+    return False
 
 
 class _Operations(dict[str, tuple[int, int, int, int]]):

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, auto
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any
 
 from .formatting import line_of, seconds
 from .job import Group, Job, Member
-from .records import COMPLETED, DEAD, FAILED, INSIDE, ISSUED, STOPPED, CallRecord
+from .records import COMPLETED, DEAD, FAILED, INSIDE, ISSUED, NOT_KNOWN, STOPPED, CallRecord
 
 # Why a rank is missing at a sync point. The other reasons are DEAD, STOPPED and FAILED.
 NOT_ENTERED, COMM_ENDED, NO_RECORD = "away", "left", "no record"
@@ -139,12 +139,12 @@ class SyncPoint:
     def waiting(self, where: str = "") -> str:
         """ "3 ranks have waited 12.3 s there", "rank 0 gave up after 60.0 s"."""
         words = []
-        for gave_up in (False, True):
-            ranks = [rank for rank, call in self.arrived.items() if (call.state == FAILED) == gave_up]
+        for how in (f"waited {{}}{where}", f"perhaps waited {{}}{where} ({NOT_KNOWN})", "gave up after {}"):
+            ranks = [rank for rank, call in self.arrived.items() if how.startswith(_how_it_waits(call))]
             if ranks:
-                who, have = (f"{len(ranks):,} ranks", "have") if len(ranks) > 1 else (self.group.names(ranks), "has")
+                who, have = (f"{len(ranks):,} ranks", "have ") if len(ranks) > 1 else (self.group.names(ranks), "has ")
                 longest = seconds(max(self.group.members[rank].waited(self.arrived[rank]) for rank in ranks))
-                words.append(f"{who} gave up after {longest}" if gave_up else f"{who} {have} waited {longest}{where}")
+                words.append(f"{who} {'' if how.startswith('gave') else have}{how.format(longest)}")
         return " and ".join(words)
 
 
@@ -264,9 +264,9 @@ class WaitGraph:
     # Sync points
 
     def _sync_points(self, group: Group) -> Iterator[SyncPoint]:
-        yield from self._collectives(group)
-        yield from self._messages(group)
-        yield from self._other_calls(group)
+        for point in chain(self._collectives(group), self._messages(group), self._other_calls(group)):
+            if point.missing or not any(call.unknown_stream for call in point.arrived.values()):
+                yield point  # else it may have run
 
     def _collectives(self, group: Group) -> Iterator[SyncPoint]:
         inside: set[int] = set()
@@ -387,6 +387,10 @@ class WaitGraph:
                     certain = call.state in (INSIDE, FAILED) or on_stream or call.posted
                     if other is not point and (certain or other in stuck):
                         point.blocked_by.setdefault(other, []).append(Dependency(member, call, None, certain))
+
+
+def _how_it_waits(call: CallRecord) -> str:
+    return "gave up" if call.state == FAILED else "perhaps" if call.unknown_stream else "waited"
 
 
 def _continued(member: Member, call: CallRecord) -> bool:

@@ -1,15 +1,18 @@
 /* A CUDA driver with two GPUs that computes nothing. It is as strict about contexts as the real driver may be: calls
    that need a current context fail without one (201); an event can be recorded only on streams of its context (400).
+   A handle is a pointer: where the real driver may crash, on one that no driver made, this one aborts the process.
    cuda.core and cuda.bindings look up all its functions with cuGetProcAddress. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 typedef struct { int device; } context_t;
-typedef struct { context_t *context; } thing_t; /* a stream or an event */
+typedef struct { unsigned magic; context_t *context; } thing_t; /* a stream or an event; never freed */
+#define MAGIC 0xC0DAC0DAu
 
 enum {
   INVALID_VALUE = 1, INVALID_DEVICE = 101, INVALID_CONTEXT = 201, INVALID_HANDLE = 400, NOT_FOUND = 500,
@@ -25,10 +28,21 @@ static __thread int capture_mode; /* GLOBAL, THREAD_LOCAL, RELAXED */
 static int gone_code = INVALID_HANDLE, spoilt; /* for destroyed streams, where a real driver may crash */
 
 static context_t *current(void) { return depth ? stack[depth - 1] : NULL; }
-static context_t *of(thing_t *stream) { return (size_t)stream > 2 ? stream->context : current(); }
+/* Whether it is the handle of a stream that was made here, which may have been destroyed. Asks the kernel whether the
+   address can be read. */
+static thing_t *made(thing_t *thing) {
+  unsigned magic = 0;
+  struct iovec here = {&magic, sizeof magic}, there = {thing, sizeof magic};
+  if (process_vm_readv(getpid(), &here, 1, &there, 1, 0) != sizeof magic || magic != MAGIC) {
+    fprintf(stderr, "CUDA stub: %p is not a stream or event of this driver\n", (void *)thing);
+    abort();
+  }
+  return thing;
+}
+static context_t *of(thing_t *stream) { return (size_t)stream > 2 ? made(stream)->context : current(); }
 #define NEEDS_CONTEXT if (!current()) return INVALID_CONTEXT
 #define MAY_BLOCK while (blocked) usleep(1000)
-#define NEEDS(stream) if ((size_t)(stream) > 2 && !(stream)->context) return gone_code
+#define NEEDS(stream) if ((size_t)(stream) > 2 && !made(stream)->context) return gone_code
 /* As while any stream of the process is being captured in the default mode, which torch uses. */
 #define UNSAFE if (elsewhere && capture_mode != 2) return spoilt++, CAPTURE_UNSUPPORTED
 
@@ -63,7 +77,7 @@ int cuCtxSynchronize(void) { NEEDS_CONTEXT; return 0; }
 static int make(thing_t **thing) {
   NEEDS_CONTEXT;
   *thing = malloc(sizeof(thing_t));
-  (*thing)->context = current();
+  **thing = (thing_t){MAGIC, current()};
   return 0;
 }
 int cuStreamCreateWithPriority(thing_t **stream, unsigned flags, int priority) { return make(stream); }
@@ -76,7 +90,7 @@ int cuStreamGetDevice(thing_t *stream, int *device) {
   return 0;
 }
 int cuStreamQuery(thing_t *stream) { NEEDS_CONTEXT; NEEDS(stream); UNSAFE; return query_code; }
-int cuStreamSynchronize(thing_t *stream) { NEEDS_CONTEXT; return 0; }
+int cuStreamSynchronize(thing_t *stream) { NEEDS_CONTEXT; NEEDS(stream); return 0; }
 int cuThreadExchangeStreamCaptureMode(int *mode) {
   int before = capture_mode;
   capture_mode = *mode;
@@ -84,18 +98,22 @@ int cuThreadExchangeStreamCaptureMode(int *mode) {
   return 0;
 }
 int cuStreamIsCapturing(thing_t *stream, int *found) { NEEDS_CONTEXT; NEEDS(stream); *found = status; return 0; }
-int cuStreamWaitEvent(thing_t *stream, thing_t *event, unsigned flags) { NEEDS_CONTEXT; return event ? 0 : INVALID_HANDLE; }
+int cuStreamWaitEvent(thing_t *stream, thing_t *event, unsigned flags) {
+  NEEDS_CONTEXT;
+  NEEDS(stream);
+  return event && made(event) ? 0 : INVALID_HANDLE;
+}
 int cuEventCreate(thing_t **event, unsigned flags) { return make(event); }
-int cuEventDestroy_v2(thing_t *event) { return 0; }
+int cuEventDestroy_v2(thing_t *event) { made(event); return 0; }
 int cuEventRecord(thing_t *event, thing_t *stream) {
   NEEDS_CONTEXT;
   NEEDS(stream);
   MAY_BLOCK;
-  return event->context == of(stream) ? 0 : INVALID_HANDLE;
+  return made(event)->context == of(stream) ? 0 : INVALID_HANDLE;
 }
 int cuEventRecordWithFlags(thing_t *event, thing_t *stream, unsigned flags) { return cuEventRecord(event, stream); }
-int cuEventQuery(thing_t *event) { NEEDS_CONTEXT; UNSAFE; MAY_BLOCK; return query_code; }
-int cuEventSynchronize(thing_t *event) { NEEDS_CONTEXT; return 0; }
+int cuEventQuery(thing_t *event) { NEEDS_CONTEXT; made(event); UNSAFE; MAY_BLOCK; return query_code; }
+int cuEventSynchronize(thing_t *event) { NEEDS_CONTEXT; made(event); return 0; }
 int cuEventElapsedTime(float *ms, thing_t *start, thing_t *end) { NEEDS_CONTEXT; *ms = 1; return 0; }
 int cuEventElapsedTime_v2(float *ms, thing_t *start, thing_t *end) { return cuEventElapsedTime(ms, start, end); }
 int cuMemAllocHost_v2(void **pointer, size_t size) { NEEDS_CONTEXT; *pointer = calloc(1, size); return 0; }

@@ -20,7 +20,7 @@ ORDER: dict[str, str] = {
         admission chrome_trace
         bindings.resource bindings.values bindings.workers bindings.abi bindings.errors bindings.library
         bindings.structs bindings.listing
-        interop.dlpack interop.tensors interop.buffers interop.devices interop.keepalive interop.streams
+        interop.dlpack interop.tensors interop.handles interop.buffers interop.devices interop.keepalive interop.streams
         watch.layout watch.records watch.settings watch.folder watch.frames watch.attribution watch.recorder
         watch.track watch.reader watch.formatting watch.job watch.wait_graph watch.mismatches
         watch.dead_ranks watch.verdict watch.store watch.cross_node watch.diagnosis watch.exit_hooks

@@ -43,6 +43,7 @@ def test_a_mark_is_an_event_after_the_issued_work() -> None:
 
 DESTROYED = """
 from pynccl.watch import progress
+from pynccl.interop.handles import vouched
 from cuda.bindings import driver as api
 make_current(1)
 comm = stub.comm()
@@ -50,7 +51,7 @@ comm._track.library, comm._track.ordinal = library, 1
 
 def issued():
     _, stream = api.cuStreamCreate(0)
-    comm.all_reduce((4096, 8, "float32"), (8192, 8, "float32"), stream=int(stream))
+    comm.all_reduce((4096, 8, "float32"), (8192, 8, "float32"), stream=vouched(int(stream)))
     return stream
 
 def complete():
@@ -68,6 +69,97 @@ for error, gone in ((400, True), (709, True), (719, False)):   # an error of an 
 
 def test_calls_on_a_destroyed_stream_count_as_complete() -> None:
     over_driver(DESTROYED)
+
+
+SOURCES = """
+import os
+from types import SimpleNamespace
+from cuda.bindings import driver as api
+from cuda.core import Device
+from pynccl.tools.hang import table
+from pynccl.watch import recorder, verdict, watchdog
+from pynccl.watch.reader import read_file
+watchdog.stop()                                  # polls are made by hand
+own = watchdog.Watchdog(recorder.started() or recorder.recorder())
+own.stop()
+device = Device(0)
+device.set_current()
+X = (4096, 8, "float32")
+
+class ByProtocol:
+    def __init__(self, stream):
+        self.handle = int(stream.handle)
+    def __cuda_stream__(self):
+        return 0, self.handle
+
+class Array:
+    __cuda_array_interface__ = dict(shape=(8,), typestr="<f4", data=(4096, False), version=3, stream=1234)
+
+class TorchStream:
+    __module__ = "torch.cuda.streams"
+    def __init__(self):
+        self.cuda_stream = int(api.cuStreamCreate(0)[1])
+
+class OwnStream(TorchStream):
+    __module__ = "model"
+
+made, core, closed = pynccl.create_stream(0, library=library), device.create_stream(), device.create_stream()
+dropped = [device.create_stream()]
+KNOWN = {
+    "the default stream": lambda comm: comm.all_reduce(X, X, stream=0),
+    "CUDA's stream of a thread": lambda comm: comm.all_reduce(X, X, stream=2),
+    "create_stream": lambda comm: comm.all_reduce(X, X, stream=made),
+    "its number": lambda comm: comm.all_reduce(X, X, stream=made.handle),
+    "a plan on it": lambda comm: comm.plan.all_reduce(X, X, stream=0)(made),
+    "current_stream": lambda comm: comm.all_reduce(X, X, stream=pynccl.current_stream(0, library=library)),
+    "cuda.core": lambda comm: comm.all_reduce(X, X, stream=core),
+    "torch": lambda comm: comm.all_reduce(X, X, stream=TorchStream()),
+    "a class made of torch's": lambda comm: comm.all_reduce(X, X, stream=OwnStream()),
+}
+UNKNOWN = {
+    "a number": lambda comm: comm.all_reduce(X, X, stream=1234),
+    "a number of a group": lambda comm: group(comm, 1234),
+    "a number of a plan": lambda comm: comm.plan.all_reduce(X, X, stream=1234)(),
+    "another library": lambda comm: comm.all_reduce(X, X, stream=SimpleNamespace(cuda_stream=1234)),
+    "the protocol only": lambda comm: comm.all_reduce(X, X, stream=ByProtocol(core)),
+    "an array's stream": lambda comm: comm.all_reduce(Array(), Array()),
+    "closed meanwhile": lambda comm: (comm.all_reduce(X, X, stream=closed), closed.close()),
+    "dropped meanwhile": lambda comm: comm.all_reduce(X, X, stream=dropped.pop()),
+}
+
+def group(comm, stream):
+    with pynccl.group():
+        comm.all_reduce(X, X, stream=stream)
+        comm.broadcast(X, X, stream=stream)
+
+def after(call):
+    "Return the record of this process, and that of a communicator, once the watchdog has seen a call."
+    comm = stub.comm()
+    call(comm)
+    for _ in range(4):
+        own.poll()
+    found = read_file(recorder.started().path)
+    return found, next(record for record in found.comms if record.uid == comm._track.uid), comm
+
+for name, call in (KNOWN | UNKNOWN).items():
+    process, record, comm = after(call)
+    unknown = name in UNKNOWN
+    assert {one.state for one in record.calls} == {"issued" if unknown else "completed"}, name
+    assert comm._track.comm_head.completed == len(record.calls), name     # it is asked no more
+    process.comms = [record]
+    (row,) = table.rows([process])
+    operation = "broadcast #2" if "group" in name else "all_reduce #1"
+    assert row.doing == (f"issued {operation} (not known whether it has run)" if unknown else f"done {operation}"), name
+    record.size, record.calls[:] = 2, record.calls[:1]
+    judged = verdict.judge([process]).sentence
+    told = "; rank 1 has perhaps waited 0." in judged and " s (not known whether it has run) in all_reduce" in judged
+    assert told == unknown, judged
+"""
+
+
+def test_only_streams_known_to_be_of_cuda_get_events_and_reports_tell_the_others() -> None:
+    """The stub driver ends the process at a handle that it did not make."""
+    over_driver(SOURCES, PYNCCL_WATCH_TIMEOUT="0")
 
 
 BLOCKED = """

@@ -116,7 +116,9 @@ def _last_calls(process: ProcessRecord, max_calls: int) -> list[str]:
 
 def _call_cells(comm: CommRecord, call: CallRecord, now: float) -> list[str]:
     took, ended = "-", call.completed or call.returned
-    if call.state in (INSIDE, ISSUED) and call.issued:
+    if call.state == ISSUED and call.unknown_stream:
+        took = "?"
+    elif call.state in (INSIDE, ISSUED) and call.issued:
         took = seconds(now - call.issued) + " so far"
     elif ended and call.issued:
         took = f"{(ended - call.issued) * 1e3:.2f} ms" if ended - call.issued < 0.05 else seconds(ended - call.issued)
