@@ -290,10 +290,7 @@ def join_ranks(device: str | None) -> pynccl.Communicator:
         return pynccl.init(library=pynccl.load("host"))
     if device is None or device == "cuda":
         return pynccl.init()
-    # All ranks share a GPU given by number. NCCL rejects two ranks of one host on one GPU, unless this is enabled
-    # (2.30 and later) or the ranks appear to be on different hosts.
-    os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
-    os.environ.setdefault("NCCL_HOSTID", f"rank{os.environ.get('RANK', '0')}")
+    os.environ.setdefault("PYNCCL_SHARE_GPU", "1")  # all ranks share a GPU given by number
     return pynccl.init(device=device)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 
+from . import share_gpu
 from .abi import Result
 
 
@@ -102,6 +103,9 @@ _CHECK_IS_ON = (
 )
 
 
+_TWO_ON_ONE_GPU = ("Duplicate GPU", "using the same GPU")  # NCCL's words up to 2.29, and since
+
+
 def from_result(code: int, call: str, reason: str, detail: str = "") -> NcclError:
     """Return the exception for `code`: the call, NCCL's reason, its last error, and what to do."""
     cls = _BY_CODE.get(code, NcclError)
@@ -114,7 +118,9 @@ def from_result(code: int, call: str, reason: str, detail: str = "") -> NcclErro
     explains = code == Result.INVALID_ARGUMENT and "expected" in detail  # the detail says how to fix it
     if code in _REMEDY and not explains:
         lines.append(f"  {_REMEDY[code]}")
-    if code == Result.INVALID_USAGE:
+    if any(text in detail for text in _TWO_ON_ONE_GPU):
+        lines[-1] = f"  {share_gpu.remedy()}"
+    elif code == Result.INVALID_USAGE:
         lines[-1] += _CHECK_IS_ON if os.environ.get("PYNCCL_CHECK", "0") not in ("", "0", "off") else _CHECK_IS_OFF
     error = cls("\n".join(lines))
     error.code, error._short = Result(code) if code in _BY_CODE else None, "\n".join(short)

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from . import abi
+from . import abi, share_gpu
 from .errors import NcclError, NcclLibraryNotFound, NcclVersionError, from_result
 from .resource import Shared
 from .values import instance
@@ -150,6 +150,8 @@ def load(spec: str | os.PathLike[str] | None = None) -> Library:
         instance(spec, (str, os.PathLike), "spec", "'host', 'nccl', or the path of a libnccl.so.2, a string; or None")
         spec = os.fspath(spec)
     chosen_spec = spec or os.environ.get("PYNCCL_LIBRARY") or ("nccl" if gpu_count() else "host")
+    if chosen_spec != "host":
+        share_gpu.prepare()
     if chosen_spec in ("host", "nccl"):
         return _load(chosen_spec)
     try:

@@ -7,11 +7,12 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from ..bindings import share_gpu
 from ..bindings.abi import UniqueId
-from ..bindings.errors import NcclError
+from ..bindings.errors import NcclError, NcclRemoteError, NcclTimeout
 from ..bindings.library import Library, chosen, gpu_count
 from ..bindings.structs import CommConfig, struct_of
-from ..bindings.values import INT_MAX, integer
+from ..bindings.values import INT_MAX, counted, integer
 from ..bindings.workers import Clock
 from ..comm.communicator import Communicator
 from ..comm.init import choose_device, comm_init_rank, get_unique_id, recorded_init
@@ -65,9 +66,12 @@ def init_at(
         rendezvous.report(error)
         raise
     rank, nranks, clock = rendezvous.rank, rendezvous.nranks, rendezvous.clock
-    with _joined(rendezvous, setup.identity, config) as (track, identity):
-        id_ = UniqueId.from_buffer_copy(identity)
-        handle = comm_init_rank(setup.library, nranks, [id_], rank, setup.ordinal, config, _left(clock))
+    try:
+        with _joined(rendezvous, setup.identity, config) as (track, identity):
+            id_ = UniqueId.from_buffer_copy(identity)
+            handle = comm_init_rank(setup.library, nranks, [id_], rank, setup.ordinal, config, _left(clock))
+    except (NcclRemoteError, NcclTimeout) as error:  # another rank's failure: no line here explains it
+        raise error.with_traceback(None) from None
     comm = Communicator(handle, setup.library, _timeout(clock), config, track)
     if watch:
         watch_at(comm, rendezvous.store, serves)
@@ -132,9 +136,11 @@ def default_device(library: Library, device: Any, local_rank: int | None) -> Any
     if library.is_host or local_rank is None or not (device is None or names_no_ordinal(device)):
         return device
     count = gpu_count()
+    if count and share_gpu.is_shared():
+        return local_rank % count
     if count and local_rank >= count:
         raise ValueError(
-            f"LOCAL_RANK is {local_rank}, but this process sees only {count} GPUs; use --nproc-per-node={count}, or "
-            "pass device= to share a GPU"
+            f"LOCAL_RANK is {local_rank}, but this process sees only {counted(count, 'GPU')}; use "
+            f"--nproc-per-node={count}, or set {share_gpu.VARIABLE}=1 on all ranks to let them share GPUs"
         )
     return local_rank

@@ -124,7 +124,7 @@ class Rendezvous:
         for earlier in range(number - 1, 0, -1):
             if (keys := self._keys(earlier)).check(["over"]):
                 break
-            _end(keys, _FOLLOW)
+            _end(keys, _FOLLOW, _describe_process())
         # an earlier run's rank may have failed before its rank 0 came
         return number if self._unfinished(number) == number else self._issue()
 
@@ -192,9 +192,9 @@ class Rendezvous:
             pause = min(2 * pause, longest)
         kind, _, text = _read_end(self.store)
         if kind == _FOLLOW and self.rank == 0:
-            self._raise_duplicate(self._keys(self._issued()), "rank/0/1")
+            self._raise_duplicate(self._keys(self._issued()), text)
         if kind == _COMPLETE and self.store.add(f"in/{self.rank}", 1) > 1:
-            self._raise_duplicate(self.store, f"rank/{self.rank}/{2 if claim == 1 else 1}")
+            self._raise_duplicate(self.store, self._process(f"rank/{self.rank}/{2 if claim == 1 else 1}"))
         if kind in (_COMPLETE, _FOLLOW):
             self._call_on_name(self._number)
             return kind == _COMPLETE
@@ -204,7 +204,7 @@ class Rendezvous:
         """End the rendezvous if all ranks have joined, or if two have the same rank, or another world size."""
         if self.store.check([newer := f"rank/{self.rank}/{claim + 1}"]):
             wait.pause(0)  # not if this call has been given up: then the newer process, or call, replaces it
-            self._raise_duplicate(self.store, newer)
+            self._raise_duplicate(self.store, self._process(newer))
         if self.rank == 0:
             if self.store.check([f"all/{self.nranks}"]):
                 _end(self.store, _COMPLETE)
@@ -227,9 +227,12 @@ class Rendezvous:
             self._named = number
             self.on_name(f"{read(self._shared, 'name')} {number}")
 
-    def _raise_duplicate(self, keys: Any, key: str) -> None:
-        """End the rendezvous with the error that `key` describes another process with this rank, and raise it."""
-        other = read(keys, key).partition(" ")[2] if keys.check([key]) else "another process"
+    def _process(self, key: str) -> str:
+        """Return the description of a process that has joined."""
+        return read(self.store, key).partition(" ")[2]
+
+    def _raise_duplicate(self, keys: Any, other: str) -> None:
+        """End the rendezvous with the error that another process has this rank, and raise it."""
         rank = self._global(self.rank)
         text = f"two processes have rank {rank}: {other} and {_describe_process()}; {self.duplicate_hint}"
         if other == _describe_process():

@@ -20,6 +20,7 @@ from ..bindings.abi import DataType, Result
 from ..bindings.errors import NcclInvalidUsage
 from ..bindings.library import Library, gpu_count
 from ..interop.devices import cuda_core
+from ..interop.streams import is_known
 from ..watch.attribution import attributions
 from ..watch.frames import call_site
 from ..watch.layout import UNNUMBERED
@@ -68,8 +69,8 @@ def check_not_capturing(library: Library, what: str, remedy: str, streams: Itera
 
 
 def captured(stream: int) -> bool:
-    """Return whether work on this stream would go into a CUDA graph, or would break a capture."""
-    if not gpu_count():
+    """Return whether work on this stream would go into a CUDA graph, or would break a capture, as far as is known."""
+    if not gpu_count() or not is_known(stream):
         return False
     cuda_core()  # its error names the packages if their versions are incompatible
     from cuda.bindings import driver

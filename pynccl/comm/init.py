@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, overload
 
 from ..bindings.abi import CONFIG_SINCE, SPLIT_NOCOLOR, UNIQUE_ID_BYTES, Config, Result, UniqueId
-from ..bindings.errors import NcclError, NcclTimeout
+from ..bindings.errors import NcclError, NcclRemoteError, NcclTimeout
 from ..bindings.library import Library, chosen
 from ..bindings.structs import CommConfig, struct_of
 from ..bindings.values import INT_MAX, INT_MIN, counted, integer, listed, shown, type_of
@@ -67,8 +67,10 @@ def shrink(self: Self, exclude: Sequence[int], *, abort: bool = False, config: C
     Collective over the remaining ranks. The excluded ranks do not call it.
 
     exclude  a list of other ranks, without duplicates
-    abort    first abort the operations in flight on this communicator; use it if an excluded rank has failed. With
-             NCCL >= 2.31.2, whose ncclCommDestroy blocks forever afterwards, destroy() then aborts this communicator.
+    abort    first abort the operations in flight on this communicator; use it if an excluded rank has failed. Over
+             sockets NCCL may raise NcclRemoteError nevertheless, on all ranks (seen with 2.28.9): then abort() this
+             communicator and create one of the remaining ranks with `pynccl.from_store`. With NCCL >= 2.31.2, whose
+             ncclCommDestroy blocks forever afterwards, destroy() then aborts this communicator.
     config   a `CommConfig`; None: this communicator's configuration
     """
     excluded = listed(exclude, "shrink: exclude", "a list of ranks to exclude")
@@ -80,17 +82,28 @@ def shrink(self: Self, exclude: Sequence[int], *, abort: bool = False, config: C
     if self._track is not None:
         self._track.exclude(ranks)
     array = (ctypes.c_int * len(ranks))(*ranks)
-    made = _derive(
-        self,
-        lambda new: self.library.ncclCommShrink(self.handle, array, len(ranks), new, struct, int(abort)),
-        f"ncclCommShrink(exclude={ranks}) on rank {self.rank} of {self.size}",
-        config,
-        "shrink",
-        f"exclude={ranks}",
-        sorted(ranks),
-    )
+    try:
+        made = _derive(
+            self,
+            lambda new: self.library.ncclCommShrink(self.handle, array, len(ranks), new, struct, int(abort)),
+            f"ncclCommShrink(exclude={ranks}) on rank {self.rank} of {self.size}",
+            config,
+            "shrink",
+            f"exclude={ranks}",
+            sorted(ranks),
+        )
+    except NcclRemoteError as error:
+        error.args = (f"{error}\n  {_CANNOT_SHRINK if abort else _SHRINK_WITH_ABORT}",)
+        raise
     assert made is not None  # only split() returns None
     return made
+
+
+_CANNOT_SHRINK = (
+    "NCCL needs the connections that it lost with the failed rank: abort() this communicator and create one of the "
+    "remaining ranks, as scripts/examples/dead_rank.py does: pynccl.from_store(store, rank, nranks)"
+)
+_SHRINK_WITH_ABORT = "if an excluded rank has failed, pass abort=True"
 
 
 def grow_id(self: Comm) -> UniqueId:

@@ -18,14 +18,15 @@ _OPS: dict[Any, int] = {
 }
 
 
+_FLOAT8 = (DataType.FLOAT8_E4M3, DataType.FLOAT8_E5M2)
+
+
 def op_code(op: Any, comm: Comm, operation: str, dtype: int) -> int:
     """Return the ncclRedOp_t of "sum", RedOp.SUM, or a `PreMulSum` for this communicator and dtype; else ValueError."""
-    if type(op) is str and (code := _OPS.get(op)) is not None:
-        return code
     if type(op) is PreMulSum:
         return op.code_for(comm, operation, dtype)
-    if type(op) in (RedOp, int) and (code := _OPS.get(op)) is not None:  # by type: True == 1 must not pass
-        return code
+    if type(op) in (str, RedOp, int) and (code := _OPS.get(op)) is not None:  # by type: True == 1 must not pass
+        return _OPS["sum"] if comm.size == 1 and code == RedOp.AVG else code  # NCCL has no float8 "avg" of one rank
     raise ValueError(
         f"{operation}: unknown operator {shown(op)}; pass one of {', '.join(repr(o.name.lower()) for o in RedOp)}, "
         "a pynccl.RedOp, or comm.pre_mul_sum(scalar, dtype)"
@@ -124,6 +125,11 @@ class PreMulSum(Resource, Shared):
             raise ValueError(
                 f"{operation}: op was made for {self.dtype.name.lower()}, the buffers are "
                 f"{DataType(dtype).name.lower()}; make one with pre_mul_sum(scalar, {DataType(dtype).name.lower()!r})"
+            )
+        if dtype in _FLOAT8 and comm.size == 1 and not comm.library.is_host:
+            raise ValueError(
+                f"{operation}: op is a pre_mul_sum of {self.dtype.name.lower()} on one rank, which NCCL does not have; "
+                "multiply the buffer yourself"
             )
         return code
 

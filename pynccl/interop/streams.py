@@ -299,9 +299,10 @@ _created: weakref.WeakValueDictionary[int, CudaStream] = weakref.WeakValueDictio
 on_end: Callable[[int], None] | None = None  # flight recorder's callback: a created stream is closed or dropped
 
 
-def was_created(handle: int) -> bool:
-    """Return whether this is the handle of a CUDA stream of `create_stream` that is open."""
-    return handle in _created
+def is_known(stream: int) -> bool:
+    """Return whether a handle is known to be a CUDA stream's, so that the driver may be asked about it: see handles.py.
+    A plain number is only if it is that of a default stream or of an open stream of `create_stream`."""
+    return stream <= DEFAULT_STREAMS or (type(stream) is Handle and stream.source is not None) or stream in _created
 
 
 def hold(stream: int, library: Library, keep: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
@@ -13,7 +14,7 @@ import torch
 from torch.distributed import HashStore, PrefixStore
 
 from ..bindings.errors import NcclError
-from ..bindings.library import gpu_count, host_module, load
+from ..bindings.library import host_module, load
 from ..bindings.structs import CommConfig
 from ..bindings.workers import Clock
 from ..bootstrap.join import init_at, meet
@@ -61,8 +62,10 @@ class PyncclBackend(Collectives):
         self._channels: dict[tuple[int, int, str], Channel] = {}
         self._making = threading.RLock()
         self._sequence = 0
+        on_gpu = torch.cuda.is_available() and os.environ.get("PYNCCL_LIBRARY") != "host"
+        self._kind = "cuda" if on_gpu else "cpu"  # of tensors, unless they are there to tell
         self._batch: tuple[list[torch.Tensor], list[Call], list[Copy]] | None = None
-        if not gpu_count():
+        if self._kind == "cpu":
             self._lane(torch.device("cpu"))  # early, so that missing ranks are reported here
         _open.add(self)
 
@@ -76,8 +79,8 @@ class PyncclBackend(Collectives):
         return meet(rendezvous, CommConfig(comm_name=self._title))
 
     def communicator(self, kind: str = "") -> Communicator:
-        """Return the group's communicator for tensors on "cpu" or "cuda"; "": the GPU's if there is a GPU."""
-        return self._lane(torch.device(kind or ("cuda" if gpu_count() else "cpu"))).comm
+        """Return the group's communicator for tensors on "cpu" or "cuda"; "": the GPU's if torch can use one."""
+        return self._lane(torch.device(kind or self._kind)).comm
 
     def _lane(self, device: torch.device) -> Lane:
         if (found := self._lanes.get(device.type)) is not None:
@@ -130,7 +133,7 @@ class PyncclBackend(Collectives):
         return self._run(batch[0], batch[1], None, batch[2])
 
     def barrier(self, opts: Any = None) -> Work:
-        kind = "cuda" if gpu_count() and torch.cuda.is_initialized() else "cpu"
+        kind = self._kind if torch.cuda.is_initialized() else "cpu"
         device = getattr(opts, "device", None) or torch.device(kind)
         if getattr(opts, "asyncOp", True) is False:
             self._sequence += 1
@@ -202,7 +205,7 @@ class PyncclBackend(Collectives):
     @property
     def supports_coalescing(self) -> bool:
         """On a GPU batch_isend_irecv is one NCCL group; on the CPU each message is separate, as with gloo."""
-        return gpu_count() > 0
+        return self._kind == "cuda"
 
     def split(self, store: Any, ranks: Sequence[int], opts: Any) -> PyncclBackend | None:
         """Return the backend of a new group of these ranks; None on the other ranks."""

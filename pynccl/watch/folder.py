@@ -71,11 +71,11 @@ def start_ticks(pid: int | str = "self") -> int:
 
 
 def process_start_time() -> float:
-    """Return when this process started, by the wall clock; 0.0 if unknown."""
+    """Return when this process had started, by the wall clock, to a tick of 10 ms; 0.0 if unknown."""
     ticks = start_ticks()
     if not ticks or not hasattr(time, "CLOCK_BOOTTIME"):
         return 0.0
-    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + (ticks + 1) / os.sysconf("SC_CLK_TCK")
 
 
 @functools.cache

@@ -183,13 +183,12 @@ class Track:
 
     def _note_source(self, stream: int) -> int:
         """Note who vouches for a stream, and return the flag of one for which nobody does."""
-        if self.library is None or self.library.is_host or streams.was_created(stream):
+        if self.library is None or self.library.is_host:
             return 0
-        source = stream.source if type(stream) is Handle else None
-        if source is None:
+        if not streams.is_known(stream):
             return layout.UNKNOWN_STREAM
-        if source is not LASTING:
-            self._sources[int(stream)] = weakref.ref(source)
+        if type(stream) is Handle and stream.source not in (None, LASTING):
+            self._sources[int(stream)] = weakref.ref(stream.source)
         return 0
 
     def leave(self, entry: int) -> None:

@@ -4,8 +4,9 @@
     dead_rank: 3 steps on 3 ranks, 3 on 2: all sums are right
 
 The last rank exits silently in step 3. The other ranks' call raises an NcclError that names it. They use the launch's
-store to agree on the remaining ranks and create a smaller communicator: shrink(..., abort=True) aborts calls in flight
-on the old one. Then they repeat the step. The dead rank exits with code 0, as torchrun ends all ranks if one fails.
+store to agree on the remaining ranks, abort the communicator and create a smaller one. Then they repeat the step. The
+dead rank exits with code 0, as torchrun ends all ranks if one fails. comm.shrink(gone, abort=True) would keep what the
+remaining ranks share, but over sockets, so between nodes, NCCL cannot always do it after a rank has died.
 """
 
 from __future__ import annotations
@@ -61,9 +62,10 @@ def main(comm: pynccl.Communicator, store: Store) -> str:
             gone = missing(comm, store)
             if not gone or comm.rank in gone:  # no rank died, or this rank was too late for the others
                 raise
-            smaller = comm.shrink(gone, abort=True)
+            left = [rank for rank in range(comm.size) if rank not in gone]
+            rank, device = left.index(comm.rank), comm.device
             comm.abort()  # destroy() would wait for the dead rank
-            comm = smaller
+            comm = pynccl.from_store(PrefixStore("smaller", store), rank, len(left), device=device)
     with comm:
         full, reduced = (float("1" * n) for n in (size, max(size - 1, 1)))
         if sums != [full] * DEATH + [reduced] * (STEPS - DEATH):

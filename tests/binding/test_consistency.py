@@ -14,6 +14,7 @@ from ranks import RankPool, each_size
 
 import pynccl
 from pynccl import Communicator
+from pynccl.interop.handles import vouched
 
 
 def split_with_check(comm: Communicator) -> Communicator:
@@ -100,14 +101,14 @@ def test_matching_calls_pass(ranks: RankPool, n: int) -> None:
 # During CUDA graph capture
 
 X, Y = (1 << 20, 12, "float32"), (1 << 30, 12, "float32")
-CAPTURED = 0xCAFE  # the stream that is captured
+CAPTURED = vouched(0xCAFE)  # the stream that is captured
 
 
 def test_blocking_calls_raise_during_graph_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     from cuda.bindings import driver
 
     monkeypatch.setenv("PYNCCL_CHECK", "1")
-    answers = {CAPTURED: (0, 1)}  # stream -> the driver's (result, capture status)
+    answers: dict[int, tuple[int, int]] = {CAPTURED: (0, 1)}  # stream -> the driver's (result, capture status)
     monkeypatch.setattr("pynccl.comm.consistency.gpu_count", lambda: 1)
     monkeypatch.setattr(driver, "cuStreamIsCapturing", lambda stream: answers.get(int(stream), (0, 0)))
     stub = Stub()

@@ -68,6 +68,21 @@ for ordinal in (0, 1):
     assert current() == ordinal
 in_a_thread(work)
 """,
+    "capture is asked of known streams only": """
+from pynccl.comm.consistency import captured
+from pynccl.interop.handles import vouched
+make_current(0)
+made = pynccl.create_stream(0, library=library)
+for capturing in (True, False):
+    driver.stub_capture(capturing)
+    assert [captured(stream) for stream in (0, made.handle, vouched(made.handle), 1234)] == [capturing] * 3 + [False]
+""",
+    "ranks that share GPUs take turns": """
+import os
+from pynccl.bootstrap import join
+os.environ["PYNCCL_SHARE_GPU"] = "1"
+assert [join.default_device(library, device, 3) for device in (None, "cuda", "cuda:0")] == [1, 1, "cuda:0"]
+""",
     # cuda.core reports handle 0 for a closed stream, which is also the handle of the default stream.
     "a closed stream is not the default stream": """
 comm = stub.comm()
@@ -98,9 +113,11 @@ assert devices.device_ordinal("cuda") == 0
 assert join.default_device(library, "cuda:0", 1) == "cuda:0" and join.default_device(library, 0, 1) == 0
 for call, message in (
     (lambda: pynccl.create_stream("cpu", library=library), "'cpu', expected a GPU"),
-    (lambda: join.default_device(library, "cuda", 2), "sees only 2 GPUs"),
+    (lambda: join.default_device(library, "cuda", 2), "sees only 2 GPUs; use --nproc-per-node=2, or set PYNCCL_SHARE"),
 ):
     assert message in str(raised_by(call, ValueError))
+join.gpu_count = lambda: 1
+assert "sees only 1 GPU; use" in str(raised_by(lambda: join.default_device(library, None, 1), ValueError))
 """,
 }
 

@@ -31,6 +31,17 @@ def test_shrink_passes_excluded_ranks() -> None:
     assert [rank for rank in range(6) if comm._track.comm_head.excluded[rank]] == [4]  # those of the last shrink
 
 
+def test_a_shrink_that_nccl_cannot_do_says_what_to_call_instead() -> None:
+    stub = Stub()
+    comm = stub.comm(nranks=3, rank=1, cpu=True)
+    stub.fail("ncclCommShrink", abi.Result.REMOTE_ERROR)
+    for abort, remedy in ((False, "pass abort=True"), (True, "pynccl.from_store(store, rank, nranks)")):
+        with pytest.raises(pynccl.NcclRemoteError) as caught:
+            comm.shrink([2], abort=abort)
+        assert str(caught.value).splitlines()[-1].endswith(remedy)
+        assert caught.value.code == abi.Result.REMOTE_ERROR
+
+
 def test_grow_and_join_with_grow_id() -> None:
     stub = Stub()
     comm = stub.comm(cpu=True)

@@ -93,3 +93,53 @@ def launch_after_destroy(comm: Communicator) -> list[float]:
 
 def test_each_call_uses_its_own_factor(ranks: RankPool) -> None:
     assert ranks.run(2, launch_after_destroy) == [[4.0, 6.0, 14.0]] * 2
+
+
+RAW: dict[str, Callable[[Communicator, Any, str], Any]] = {
+    "all_reduce": lambda comm, op, dtype: comm.all_reduce((4096, 4, dtype), (8192, 4, dtype), op, stream=0),
+    "reduce": lambda comm, op, dtype: comm.reduce((4096, 4, dtype), (8192, 4, dtype), op=op, stream=0),
+    "reduce_scatter": lambda comm, op, dtype: comm.reduce_scatter((4096, 4, dtype), (8192, 4, dtype), op, stream=0),
+    "plan": lambda comm, op, dtype: comm.plan.all_reduce((4096, 4, dtype), (8192, 4, dtype), op, stream=0)(),
+}
+
+
+@pytest.mark.parametrize("op", ["avg", pynccl.RedOp.AVG, int(pynccl.RedOp.AVG)])
+def test_avg_of_one_rank_is_a_sum_which_nccl_has_for_every_dtype(op: Any) -> None:
+    stub = Stub()
+    for name, call in RAW.items():
+        stub.clear()
+        call(stub.comm(nranks=1, rank=0), op, "float8_e4m3")
+        assert stub.calls()[0].args["op"] == pynccl.RedOp.SUM, name
+    stub.clear()
+    stub.comm(nranks=2).all_reduce((4096, 4, "float8_e4m3"), (8192, 4, "float8_e4m3"), op, stream=0)
+    assert stub.calls()[0].args["op"] == pynccl.RedOp.AVG
+
+
+def test_pre_mul_sum_of_float8_on_one_rank_is_refused_where_nccl_lacks_it() -> None:
+    stub = Stub()
+    one = stub.comm(nranks=1, rank=0)
+    for dtype in ("float8_e4m3", "float8_e5m2"):
+        for name, call in RAW.items():
+            stub.clear()
+            with (
+                one.pre_mul_sum(2.0, dtype) as op,
+                pytest.raises(ValueError, match="which NCCL does not have; multiply"),
+            ):
+                call(one, op, dtype)
+            assert stub.names() == [CREATE, DESTROY], name
+    for comm, dtype in ((one, "float32"), (stub.comm(), "float8_e4m3")):
+        stub.clear()
+        with comm.pre_mul_sum(2.0, dtype) as op:
+            RAW["all_reduce"](comm, op, dtype)
+        assert stub.names() == [CREATE, "ncclAllReduce", DESTROY]
+
+
+def scale_alone(comm: Communicator) -> None:
+    x = torch.tensor([1.5, -3.0]).to(torch.float8_e4m3fn)
+    with comm.pre_mul_sum(2.0, torch.float8_e4m3fn) as op:
+        assert comm.all_reduce(x, op=op).float().tolist() == [3.0, -6.0]
+    assert comm.all_reduce(x, op="avg").float().tolist() == [1.5, -3.0]
+
+
+def test_the_host_library_scales_float8_on_one_rank(ranks: RankPool) -> None:
+    ranks.run(1, scale_alone)

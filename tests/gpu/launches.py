@@ -35,11 +35,11 @@ def clean_environment(**more: object) -> dict[str, str]:
 def run_ranks(command: list[str], n: int, seconds: float = 100.0, **more: object) -> list[ProcessResult]:
     """Run `python *command` as n ranks on GPU 0, without an agent that would kill all ranks when one exits.
 
-    NCCL rejects two ranks of a host on one GPU, so each rank has its own NCCL_HOSTID, and they use sockets."""
+    They use sockets, as NCCL does between hosts."""
     port = _free_port()
     place = {"WORLD_SIZE": n, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    place |= {"NCCL_SOCKET_IFNAME": "lo", **more}
-    environments = [clean_environment(RANK=rank, NCCL_HOSTID=f"rank{rank}", **place) for rank in range(n)]
+    place |= {"NCCL_SOCKET_IFNAME": "lo", "PYNCCL_SHARE_GPU": 1, **more}
+    environments = [clean_environment(RANK=rank, **place) for rank in range(n)]
     return _run(environments, command, seconds)
 
 

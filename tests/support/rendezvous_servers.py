@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ class End(NamedTuple):
     error: str  # name of the exception class; "" if none
     message: str
     seconds: float
+    frames: int = 0  # of pynccl, in its traceback
 
 
 def free_port() -> int:
@@ -55,7 +57,9 @@ def end_of(call: Callable[[], Any]) -> End:
     try:
         call()
     except BaseException as error:  # KeyboardInterrupt too
-        return End(type(error).__name__, str(error), time.monotonic() - started)
+        files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+        inner = sum("/pynccl/" in file for file in files)
+        return End(type(error).__name__, str(error), time.monotonic() - started, inner)
     return End("", "", time.monotonic() - started)
 
 
