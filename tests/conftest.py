@@ -10,8 +10,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-# Set before torch is imported. Tests in this process use the host library even if there is a GPU; GPU tests select
-# their library in the environment of their own ranks. One thread per process, as there are few cores.
+# Set before torch is imported. Tests in this process use the host library even if there is a GPU; gpu/conftest.py gives
+# the GPU tests the user's, or libnccl (from the environment, which pytest-xdist's workers inherit). One thread per
+# process, as there are few cores.
+os.environ.setdefault("GPU_TESTS_LIBRARY", os.environ.get("PYNCCL_LIBRARY", "nccl"))
 os.environ.setdefault("PYNCCL_LIBRARY", "host")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A shell starts background jobs with SIGINT ignored, and all their children inherit that. Some tests send SIGINT.

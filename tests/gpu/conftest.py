@@ -1,10 +1,11 @@
 """The communicator of the GPU tests, created once per run, and its cleanup after a failed test.
 
-Each rank is a process that runs these tests in the same order. Start the ranks with torchrun or with
-scripts/gpu/gpu_check.py, which also lets ranks share a GPU. Plain `pytest tests/gpu` runs one rank.
+Each rank is a process that runs these tests in the same order. Start the ranks with torchrun (PYNCCL_SHARE_GPU=1 lets
+them share GPUs) or with scripts/gpu/gpu_check.py. Plain `pytest tests/gpu` runs one rank.
 
-A rank whose test failed is out of step with the others, so it must not wait for them again: with several ranks, its
-remaining tests fail at once, and communicators are aborted at the end instead of destroyed.
+A rank whose test failed may be out of step with the others, so it must not wait for them again. gpu_check sees to that:
+its ranks meet after each test. Without it, the remaining tests of a rank that is not alone fail at once. Communicators
+are aborted at the end instead of destroyed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import pytest
 import torch
 
 import pynccl
-from pynccl.bindings.library import gpu_count
 
 FAILED = pytest.StashKey[str]()  # the first test that failed on this rank
 
@@ -37,6 +37,8 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     failed = item.config.stash.get(FAILED, "")
+    if item.config.pluginmanager.has_plugin("scripts.gpu.check_plugin"):
+        return
     if failed and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         pytest.fail(f"not run: {failed} failed on this rank, and the other ranks may still wait in it", pytrace=False)
 
@@ -50,14 +52,25 @@ def close(comm: pynccl.Communicator, config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session")
-def comm(pytestconfig: pytest.Config) -> Iterator[pynccl.Communicator]:
-    """The communicator of all ranks of the launch. Ranks share GPUs if there are too few."""
-    spec = os.environ.get("PYNCCL_LIBRARY", "host")  # ../conftest.py sets host for the other tests
-    library = pynccl.load("nccl" if spec == "host" else spec)
+def gpu_library() -> str:
+    """The library of the GPU tests: ../conftest.py sets the host library for the others."""
+    return os.environ["GPU_TESTS_LIBRARY"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def library_of_calls(gpu_library: str) -> Iterator[None]:
+    """Calls without library= use the GPU tests' library, in their fixtures too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYNCCL_LIBRARY", gpu_library)
+        yield
+
+
+@pytest.fixture(scope="session")
+def comm(pytestconfig: pytest.Config, gpu_library: str) -> Iterator[pynccl.Communicator]:
+    """The communicator of all ranks of the launch."""
+    library = pynccl.load(gpu_library)
     if "RANK" in os.environ:
-        local = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
-        device = None if library.is_host else local % gpu_count()
-        comm = pynccl.init(device=device, library=library)
+        comm = pynccl.init(library=library)
     else:
         device = None if library.is_host else 0
         comm = pynccl.Communicator.init(1, pynccl.get_unique_id(library), 0, device=device, library=library)

@@ -18,7 +18,7 @@ _LAUNCH_PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
 
 
 class ProcessResult(NamedTuple):
-    """The result of a process. code is -9 if it was killed at the time limit."""
+    """The result of a process; `out` without NCCL's version. code is -9 if it was killed at the time limit."""
 
     code: int
     out: str
@@ -65,7 +65,8 @@ def _run(environments: list[dict[str, str]], command: list[str], seconds: float)
                 process.kill()
                 process.wait()
             texts = [file.seek(0) or file.read() for file in (out, err)]
-            ended.append(ProcessResult(process.returncode, *texts, seconds_taken))
+            printed = [line for line in texts[0].splitlines(True) if not line.startswith("NCCL version ")]  # NCCL_DEBUG
+            ended.append(ProcessResult(process.returncode, "".join(printed), texts[1], seconds_taken))
     return ended
 
 

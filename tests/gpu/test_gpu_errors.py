@@ -25,7 +25,7 @@ def test_invalid_tensors_raise(comm: Communicator) -> None:
     """The tests on the host library cover errors that do not depend on the device in more detail."""
     x = torch.ones(4, device=comm.device)
     for call, kind, message in (
-        (lambda: comm.all_reduce(x.cpu()), ValueError, f"send is on cpu, the communicator on {comm.device}"),
+        (lambda: comm.all_reduce(x.cpu()), ValueError, f"send is on cpu, the communicator is on {comm.device}"),
         (lambda: comm.all_reduce(x, x.cpu()), ValueError, "recv is on cpu"),
         (lambda: comm.all_reduce(x.to(torch.complex64)), TypeError, "view_as_real"),
         (lambda: comm.all_reduce(x.expand(4, 4).t()[:2]), ValueError, r"not contiguous; pass x\.contiguous"),

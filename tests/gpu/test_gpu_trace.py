@@ -36,7 +36,7 @@ def slices(path: Path | None, category: str) -> list[dict[str, Any]]:
 def test_slices_have_gpu_times_and_tracing_does_not_wait(comm: Communicator, tmp_path: Path) -> None:
     x = torch.ones(COUNT, device=comm.device)
     out = torch.empty_like(x)  # a single rank launches nothing in place
-    comm.all_reduce(x, out)
+    comm.all_reduce(2 * x, out)  # the first launch of a kernel loads it, and waits for a busy GPU
     torch.cuda.synchronize()
     model = Late()
     with ad.trace(tmp_path / "trace.json", comm, model=model) as trace:
@@ -61,6 +61,6 @@ def test_started_work_is_shown_as_hidden(comm: Communicator, tmp_path: Path) -> 
         work = ad.start(ad.all_reduce, x, comm, grad="sum")
         torch.cuda._sleep(BUSY_CYCLES)
         work.wait()
-    if trace.path is not None and comm.size > 1:
+    if trace.path is not None and 1 < comm.size <= torch.cuda.device_count():  # ranks that share a GPU take turns
         (call,) = slices(trace.path, "comm")
         assert call["args"]["exposed_us"] < 0.5 * call["dur"]  # it completed long before wait()

@@ -1,17 +1,193 @@
-"""scripts/gpu/gpu_check.py runs every GPU test file in a step."""
+"""scripts/gpu/gpu_check.py runs every GPU test file, and a test that fails, hangs or dies costs itself only."""
 
 from __future__ import annotations
 
+import dataclasses
+import os
+import re
+import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from processes import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts" / "gpu"))
 
+import check_report  # noqa: E402
+import check_step  # noqa: E402
 import gpu_check  # noqa: E402
+
+# Test files. `ran` shows whether the processes were started again.
+FAILS = """
+import os
+ran = []
+
+def test_passes():
+    ran.append(1)
+
+def test_fails_on_all():
+    raise ValueError(f"rank {os.environ['RANK']} of 2 at 0x1f{os.environ['RANK']}")
+
+def test_runs_in_the_same_process():
+    assert ran == [1]
+
+def test_fails_on_one():
+    assert os.environ["RANK"] != "0"
+
+def test_runs_in_a_new_process():
+    assert ran == []
+    ran.append(1)
+
+def test_dies_on_one():
+    print("last words")
+    if os.environ["RANK"] == "1":
+        os._exit(3)
+
+def test_last():
+    assert ran == []
+"""
+HANGS = """
+import pynccl, pytest
+
+@pytest.fixture(scope="session")
+def comm():
+    return pynccl.init()
+
+def test_hangs_on_one(comm):
+    assert comm.rank == 0
+    comm.barrier()
+
+def test_passes(comm):
+    comm.barrier()
+"""
+SLOW_IMPORT = "import time\ntime.sleep(600)\n"
+SLOW_EXIT = "import atexit, time\n\ndef test_passes():\n    atexit.register(time.sleep, 600)\n"
+
+
+class Run(NamedTuple):
+    good: bool
+    results: list[check_report.Result]
+    page: str
+
+    def outcomes(self, step: str) -> dict[str, list[str]]:
+        """Return the outcome of each test on each rank; of the step itself under ""."""
+        found: dict[str, list[str]] = {}
+        for result in self.results:
+            if result.step == step:
+                found.setdefault(result.test.rpartition("::")[2], []).append(result.outcome)
+        return found
+
+    def message(self, test: str, rank: int) -> str:
+        (found,) = [result for result in self.results if result.test.endswith(test) and result.rank == rank]
+        return found.message
+
+
+def step_of(folder: Path, name: str, source: str, ranks: int = 2) -> check_step.Step:
+    (folder / f"test_{name}.py").write_text(source)
+    return check_step.pytest_step(name, ranks, 15, str(folder / f"test_{name}.py"))
+
+
+def run(folder: Path, steps: list[check_step.Step], budget: float = 300.0) -> Run:
+    """Run steps as gpu_check does, on the host library, and read what it has written."""
+    number = len([*folder.glob("out*")])
+    out, work = folder / f"out{number}", folder / f"work{number}"
+    work.mkdir()
+    good = gpu_check.run(steps, gpu_check.setting_of(check_report.Report(out), work, 0), budget)
+    return Run(good, check_report.read(out / "gpu.md"), (out / "gpu.md").read_text())
 
 
 def test_every_gpu_test_file_is_in_a_step() -> None:
     files = {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
-    steps = [step for steps in gpu_check.calls(Path("work"), 1).values() for step in steps]
-    assert files <= {word for step in steps if "pytest" in step.command for word in step.command}
+    assert files == {word for step in gpu_check.steps_of(Path("work"), 1) for word in step.command if "/test_" in word}
+
+
+def test_a_bad_test_costs_itself_only_and_failed_runs_it_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_step, "TEST", (60, 5))
+    steps = [step_of(tmp_path, "fails", FAILS), step_of(tmp_path, "hangs", HANGS)]
+    done = run(tmp_path, [*steps, step_of(tmp_path, "broken", "import no_such_module\n", 1)])
+    assert not done.good
+    passed, failed = ["passed"] * 2, ["failed"] * 2
+    assert done.outcomes("fails") == {
+        "test_passes": passed,
+        "test_fails_on_all": failed,
+        "test_runs_in_the_same_process": passed,
+        "test_fails_on_one": ["failed", "passed"],
+        "test_runs_in_a_new_process": passed,
+        "test_dies_on_one": ["passed", "hung"],
+        "test_last": passed,
+        "": ["failed"],
+    }
+    assert done.outcomes("hangs") == {"test_hangs_on_one": ["hung", "failed"], "test_passes": passed, "": ["failed"]}
+    assert done.outcomes("broken") == {"(exit)": ["failed"], "": ["failed"]}
+    assert "No module named 'no_such_module'" in done.message("(exit)", 0)
+    hung, died = done.message("hangs_on_one", 0), done.message("dies_on_one", 1)
+    assert "in test_hangs_on_one" in hung and "\nhung: not done 5 s after another rank; File" in hung
+    assert "last words\n" in died and died.splitlines()[-1].startswith("died: exit code 3; ")
+
+    assert "| fails | failed | 10 | 3 | 1 |  |" in done.page and "| hangs | failed | 2 | 1 | 1 |  |" in done.page
+    assert "started again, as test_fails_on_one failed on ranks [0]; started again, as test_dies_on_one" in done.page
+    kind = r"^## ValueError: rank N of N at N\n\n- fails: \S+::test_fails_on_all failed on ranks \[0, 1\]$"
+    assert re.search(kind, done.page, re.MULTILINE)
+    assert re.search(r"^- fails: \S+::test_dies_on_one hung on ranks \[1\]$", done.page, re.MULTILINE)
+
+    steps.append(step_of(tmp_path, "new", "def test_new():\n    pass\n"))
+    chosen = gpu_check.only_failed(steps, done.results)
+    assert [step.tests and len(step.tests) for step in chosen] == [3, 1, None]
+    again = run(tmp_path, [chosen[0], chosen[2]])
+    assert again.outcomes("fails").keys() == {"test_fails_on_all", "test_fails_on_one", "test_dies_on_one", ""}
+    assert again.outcomes("new") == {"test_new": passed, "": ["passed"]}
+
+
+def test_a_hang_before_or_after_the_tests_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_step, "EXIT", (1, 1))
+    done = run(tmp_path, [step_of(tmp_path, "exit", SLOW_EXIT, 1)])
+    assert done.outcomes("exit") == {"test_passes": ["passed"], "(exit)": ["hung"], "": ["failed"]}
+
+    monkeypatch.setattr(check_step, "START", (2, 2))
+    step = step_of(tmp_path, "import", SLOW_IMPORT, 1)
+    done = run(tmp_path, [dataclasses.replace(step, tests=["test_a"])])
+    assert done.outcomes("import") == {"(start)": ["hung"], "test_a": ["not run"], "": ["failed"]}
+
+
+def test_commands_pass_or_fail_by_their_exit_code(tmp_path: Path) -> None:
+    steps = [check_step.Step(f"exit_{code}", 0, 5, ["-c", f"raise SystemExit({code})"]) for code in (0, 1)]
+    done = run(tmp_path, steps)
+    assert not done.good
+    assert [done.outcomes(f"exit_{code}") for code in (0, 1)] == [
+        {"(exit)": ["passed"], "": ["passed"]}, {"(exit)": ["failed"], "": ["failed"]}
+    ]  # fmt: skip
+    assert run(tmp_path, steps[:1]).good
+
+
+def test_a_step_that_does_not_fit_in_the_budget_is_not_run(tmp_path: Path) -> None:
+    done = run(tmp_path, [step_of(tmp_path, "fails", FAILS)], budget=3.0)
+    assert not done.good and done.outcomes("fails") == {"": ["not run"]}
+    assert re.search(r"^\| fails \| not run \|.* [23] s left; it takes about 15 s \|$", done.page, re.MULTILINE)
+
+
+INTERRUPTED = """
+import os, signal, sys
+from pathlib import Path
+import check_report, check_step, gpu_check
+
+folder = Path(sys.argv[1])
+signal.signal(signal.SIGTERM, signal.default_int_handler)
+program = "import os, sys, time; print(os.getpid(), flush=True); time.sleep(600)"
+step = check_step.Step("sleeps", 1, 100, ["-c", program])
+gpu_check.run([step], gpu_check.setting_of(check_report.Report(folder / "out"), folder, 0), 200.0)
+"""
+
+
+def test_an_interrupt_kills_the_processes(tmp_path: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen([sys.executable, "-c", INTERRUPTED, str(tmp_path)], env=env, stderr=subprocess.PIPE)
+    log = tmp_path / "sleeps" / "1" / "rank0.log"
+    wait_for(lambda: log.exists() and log.read_text().endswith("\n"))
+    process.terminate()
+    _, err = process.communicate(timeout=60)
+    assert b"KeyboardInterrupt" in err
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(log.read_text()), 0)
