@@ -1,8 +1,9 @@
 # Every target sets up its own virtual environment on first use; later runs reuse it.
 #   make demo [N=4]   train a small transformer with N tensor-parallel ranks beside the unsharded model
 #   make test         the tests to run before every commit            make lint / make format / make clean
-#   make test-all     these, the slow ones, and a minute or two of each fuzzer and of the fault campaign, seeds drawn and
-#                     printed or SEED=1; the page of collectives is tested in Chromium (apt install chromium)
+#   make test-driver  three folders of them, where a CUDA driver is present: a stub
+#   make test-all     all of these, the slow ones, and a minute or two of each fuzzer and of the fault campaign, seeds drawn
+#                     and printed or SEED=1; the page of collectives is tested in Chromium (apt install chromium)
 #   make api          build/api.md: every public name, from the docstrings
 #   make semantics    docs/semantics.md: which derivative of which collective is tested, from a run of its tests
 #   make collectives  docs/collectives.html: the page on which elements move, of python -m pynccl explain
@@ -21,11 +22,11 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.complete
 LOG := $(VENV).log
 
-.PHONY: help setup demo test test-all semantics api collectives lint format clean
+.PHONY: help setup demo test test-driver test-all semantics api collectives lint format clean
 .DELETE_ON_ERROR:
 
 help:
-	@sed -n '2,10s/^# //p' Makefile
+	@sed -n '2,11s/^# //p' Makefile
 
 setup: $(STAMP)
 
@@ -37,7 +38,13 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(PY) -m pytest -n $(WORKERS) --dist worksteal -m "not slow" $(ARGS)
 
-test-all: test
+# As on a machine with a GPU, which a torch for CPUs cannot use: the driver is a stub that ends a process at a wrong handle.
+test-driver: $(STAMP)
+	$(PY) tests/support/stub_driver.py build/driver
+	LD_LIBRARY_PATH=$(CURDIR)/build/driver $(PY) -m pytest -n $(WORKERS) --dist worksteal -m "not slow" \
+	    tests/binding tests/torch_backend tests/tools
+
+test-all: test test-driver
 	$(PY) -m pytest -n $(WORKERS) --dist worksteal -m slow
 	$(PY) scripts/faults/fuzzer.py autograd --runs 20 $(if $(SEED),--seed $(SEED))
 	$(PY) scripts/faults/fuzzer.py overlap --runs 100 $(if $(SEED),--seed $(SEED))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 
-from . import share_gpu
 from .abi import Result
 
 
@@ -96,6 +95,17 @@ _REMEDY: dict[int, str] = {
 }
 
 
+_SWITCH = {"": False, "0": False, "off": False, "1": True, "on": True}  # in lower case
+
+
+def switch(name: str, meaning: str) -> bool:
+    """Return whether this environment variable is 1. NcclInvalidUsage if it is neither 1 nor 0."""
+    text = os.environ.get(name, "").strip()
+    if text.lower() not in _SWITCH:
+        raise NcclInvalidUsage(f"{name}={text!r}: expected 1 ({meaning}) or 0")
+    return _SWITCH[text.lower()]
+
+
 _CHECK_IS_OFF = "run with PYNCCL_CHECK=1 to compare the calls of all ranks"
 _CHECK_IS_ON = (
     "PYNCCL_CHECK=1 found no mismatch in the collectives of communicators created since it was set; check what it does "
@@ -104,6 +114,15 @@ _CHECK_IS_ON = (
 
 
 _TWO_ON_ONE_GPU = ("Duplicate GPU", "using the same GPU")  # NCCL's words up to 2.29, and since
+_SHARE_IS_OFF = "give each rank its own GPU (device=), or set PYNCCL_SHARE_GPU=1 on all ranks: good for trying, slow"
+_SHARE_IS_ON = (
+    "PYNCCL_SHARE_GPU was set after this process's first use of NCCL, or NCCL_HOSTID is the same for several ranks: "
+    "set PYNCCL_SHARE_GPU=1 in the environment in which the ranks are started"
+)
+
+
+def _is_on(name: str) -> bool:
+    return _SWITCH.get(os.environ.get(name, "").strip().lower(), False)
 
 
 def from_result(code: int, call: str, reason: str, detail: str = "") -> NcclError:
@@ -119,9 +138,9 @@ def from_result(code: int, call: str, reason: str, detail: str = "") -> NcclErro
     if code in _REMEDY and not explains:
         lines.append(f"  {_REMEDY[code]}")
     if any(text in detail for text in _TWO_ON_ONE_GPU):
-        lines[-1] = f"  {share_gpu.remedy()}"
+        lines[-1] = f"  {_SHARE_IS_ON if _is_on('PYNCCL_SHARE_GPU') else _SHARE_IS_OFF}"
     elif code == Result.INVALID_USAGE:
-        lines[-1] += _CHECK_IS_ON if os.environ.get("PYNCCL_CHECK", "0") not in ("", "0", "off") else _CHECK_IS_OFF
+        lines[-1] += _CHECK_IS_ON if _is_on("PYNCCL_CHECK") else _CHECK_IS_OFF
     error = cls("\n".join(lines))
     error.code, error._short = Result(code) if code in _BY_CODE else None, "\n".join(short)
     return error

@@ -150,7 +150,7 @@ def load(spec: str | os.PathLike[str] | None = None) -> Library:
         instance(spec, (str, os.PathLike), "spec", "'host', 'nccl', or the path of a libnccl.so.2, a string; or None")
         spec = os.fspath(spec)
     chosen_spec = spec or os.environ.get("PYNCCL_LIBRARY") or ("nccl" if gpu_count() else "host")
-    if chosen_spec != "host":
+    if share_gpu.is_shared() and chosen_spec != "host":
         share_gpu.prepare()
     if chosen_spec in ("host", "nccl"):
         return _load(chosen_spec)

@@ -11,36 +11,26 @@ import os
 import secrets
 import warnings
 
+from .errors import switch
+
 VARIABLE = "PYNCCL_SHARE_GPU"
 _HOST_ID = "NCCL_HOSTID"
+_WARNING = f"{VARIABLE}=1: ranks may share a GPU, and communicate through sockets: good for trying, not for speed"
 
 
 def is_shared() -> bool:
-    """Return whether PYNCCL_SHARE_GPU is set."""
-    return os.environ.get(VARIABLE, "0") not in ("", "0", "off")
+    """Return whether PYNCCL_SHARE_GPU is 1. NcclInvalidUsage if it is neither 1 nor 0."""
+    return switch(VARIABLE, "ranks may share a GPU")
 
 
 def prepare() -> None:
     """Tell NCCL, before its first init in this process. Keeps an NCCL_HOSTID that the user set."""
     own = f"pynccl-{os.getpid()}-"  # a child process inherits its parent's
     host = os.environ.get(_HOST_ID, "")
-    if not is_shared() or host.startswith(own):
+    if host.startswith(own):
         return
     os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
     if not host or host.startswith("pynccl-"):
         os.environ[_HOST_ID] = own + secrets.token_hex(8)
         if os.environ.get("RANK", "0") == "0":
-            text = (
-                "ranks may share a GPU and reach each other through sockets: good for trying a program, not for speed"
-            )
-            warnings.warn(f"{VARIABLE}={os.environ[VARIABLE]}: {text}", RuntimeWarning, stacklevel=2)
-
-
-def remedy() -> str:
-    """Return what to do after NCCL found two ranks on one GPU."""
-    if is_shared():
-        return (
-            f"{VARIABLE} was set after this process's first use of NCCL, or NCCL_HOSTID is the same for several ranks: "
-            f"set {VARIABLE}=1 in the environment in which the ranks are started"
-        )
-    return f"give each rank its own GPU (device=), or set {VARIABLE}=1 on all ranks to share one: good for trying, slow"
+            warnings.warn(_WARNING, RuntimeWarning, stacklevel=1000)  # of no line: it is printed in one line

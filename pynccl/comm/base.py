@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,7 @@ from ..bindings.errors import (
     NcclRemoteError,
     NcclSystemError,
     NcclTimeout,
+    switch,
 )
 from ..bindings.library import Functions, Library, gpu_count, host_module, to_pointer
 from ..bindings.resource import Shared
@@ -36,7 +36,6 @@ from .scratch import Scratch
 DEFAULT_TIMEOUT = 60.0  # seconds that creation and shutdown wait for the other ranks
 
 
-_CHECK = {"": False, "0": False, "off": False, "1": True, "on": True}  # PYNCCL_CHECK, in lower case
 _PEER_ERRORS = (NcclRemoteError, NcclTimeout, NcclSystemError, NcclInternalError, NcclInvalidUsage)
 aborted_late: list[str] = []  # the reasons for the watchdog's last two aborts
 _roots = count()
@@ -326,10 +325,7 @@ def _explain_stream_error(error: BaseException) -> BaseException:
 
 def check_enabled() -> bool:
     """Return whether PYNCCL_CHECK is on. NcclInvalidUsage if it is neither 1 nor 0."""
-    text = os.environ.get("PYNCCL_CHECK", "").strip()
-    if text.lower() not in _CHECK:
-        raise NcclInvalidUsage(f"PYNCCL_CHECK={text!r}: expected 1 (compare the calls of all ranks) or 0")
-    return _CHECK[text.lower()]
+    return switch("PYNCCL_CHECK", "compare the calls of all ranks")
 
 
 def locked(comms: Sequence[Comm]) -> contextlib.AbstractContextManager[Any]:

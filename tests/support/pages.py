@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 STARTS = [ROOT, *(ROOT / name for name in ("pynccl", "autograd", "scripts", "tests", "docs"))]
 KINDS = ("python", "text", "console", "sh", "")  # of fenced blocks
 _SET = r"(?:[A-Z_]+=\S+ )*"

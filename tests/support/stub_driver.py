@@ -1,5 +1,7 @@
 """A stub CUDA driver with two GPUs that computes nothing. cuda.core and pynccl use it in a separate process.
 
+`python tests/support/stub_driver.py FOLDER` compiles it, for a whole run of tests: LD_LIBRARY_PATH=FOLDER.
+
 It checks the thread's current context as strictly as the real driver may; see cuda_stub.c.
 """
 
@@ -107,10 +109,16 @@ def failures_over_driver(codes: dict[str, str]) -> str:
 @functools.cache
 def _driver() -> str:
     """Compile the stub and return the folder with libcuda.so.1."""
+    return build(_folder.name)
+
+
+def build(folder: str) -> str:
+    """Compile the stub to libcuda.so.1 in this folder, and return the folder."""
     options = ["-shared", "-fPIC", "-w", "-Wl,-soname,libcuda.so.1"]
     built = compile_c((HERE / "cuda_stub.c").read_text(), "libcuda-stub.so", options, ["-ldl"])
-    (Path(_folder.name) / "libcuda.so.1").write_bytes(built.read_bytes())
-    return _folder.name
+    os.makedirs(folder, exist_ok=True)
+    (Path(folder) / "libcuda.so.1").write_bytes(built.read_bytes())
+    return folder
 
 
 def broken_pair(folder: Path) -> Path:
@@ -125,3 +133,7 @@ def broken_pair(folder: Path) -> Path:
     (folder / "cuda" / "bindings").mkdir()
     (folder / "cuda" / "bindings" / "__init__.py").write_text("")
     return folder
+
+
+if __name__ == "__main__":
+    build(sys.argv[1])

@@ -145,6 +145,7 @@ VARIABLES = {
     "PYNCCL_HOST_VERSION": (("9.9.9",), "from 2.18 to 2"),
     "PYNCCL_JOB_KEY": (("short",), "16 or more"),  # its value is a secret and not in the error
     "PYNCCL_LIBRARY": (("Host", "/etc/hostname"), "the path of a libnccl.so.2, .* 'host'"),
+    "PYNCCL_SHARE_GPU": (("please",), "1 .* or 0"),
     "PYNCCL_WATCH": (("maybe",), "on, off"),
     "PYNCCL_WATCH_ACTION": (("panic",), "report, raise"),
     "PYNCCL_WATCH_TIMEOUT": (("-1", "nan"), "seconds, such as 60, or 0 to disable"),

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ORDER: dict[str, str] = {
     "pynccl": """
         admission chrome_trace
-        bindings.resource bindings.values bindings.workers bindings.abi bindings.share_gpu bindings.errors
+        bindings.resource bindings.values bindings.workers bindings.abi bindings.errors bindings.share_gpu
         bindings.library bindings.structs bindings.listing
         interop.dlpack interop.tensors interop.handles interop.buffers interop.devices interop.keepalive interop.streams
         watch.layout watch.records watch.settings watch.folder watch.frames watch.attribution watch.recorder
