@@ -35,6 +35,7 @@ from train_model import Batch, ModelConfig, Transformer, Windows, llama, read_te
 import pynccl
 import pynccl_autograd as ad
 from pynccl.bindings.library import gpu_count, gpu_problem
+from pynccl.bindings.values import counted
 from pynccl.progress import Bar
 from pynccl.tools import command
 
@@ -89,8 +90,10 @@ def device_problem(device: str | None) -> str:
         return f"--device is {device!r}, expected cpu, cuda, or cuda:0"
     if kind == "cuda" and gpu_problem():
         return f"--device is {device}, but: {gpu_problem()}; use --device cpu"
+    if kind == "cuda" and not torch.cuda.is_available():
+        return f"--device is {device}, but torch {torch.__version__} finds no GPU; use --device cpu"
     if index and int(index) >= gpu_count():
-        return f"--device is {device}, but this machine has {gpu_count()} GPUs, numbered from 0"
+        return f"--device is {device}, but this machine has {counted(gpu_count(), 'GPU')}, numbered from 0"
     return ""
 
 

@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from processes import wait_for
@@ -191,3 +191,37 @@ def test_an_interrupt_kills_the_processes(tmp_path: Path) -> None:
     assert b"KeyboardInterrupt" in err
     with pytest.raises(ProcessLookupError):
         os.kill(int(log.read_text()), 0)
+
+
+LIBRARY = """
+import os
+import pytest
+
+@pytest.fixture(scope="module")
+def made():
+    return os.environ["PYNCCL_LIBRARY"]
+
+def test_library(made):
+    assert [made, os.environ["PYNCCL_LIBRARY"]] == [%r] * 2
+"""
+
+
+@pytest.mark.parametrize("chosen", ["", "/opt/libnccl.so.2"])
+def test_gpu_tests_use_libnccl_where_the_others_use_the_host_library(tmp_path: Path, chosen: str) -> None:
+    """In one process of pytest-xdist, on a machine that seems to have a GPU."""
+    ini = f"[pytest]\npythonpath = {ROOT}/tests/support {tmp_path}\nmarkers =\n  gpu\n  slow\n"
+    (tmp_path / "pytest.ini").write_text(ini)
+    (tmp_path / "seems.py").write_text("import torch\ntorch.cuda.is_available = lambda: True\n")
+    for folder, library in (("tests/gpu", chosen or "nccl"), ("tests/tools", chosen or "host")):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / f"test_{len(folder)}.py").write_text(LIBRARY % library)
+    for name in ("tests/conftest.py", "tests/gpu/conftest.py"):
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    unset = ("PYNCCL_LIBRARY", "GPU_TESTS_LIBRARY")
+    environment = {name: value for name, value in os.environ.items() if name not in unset and "PYTEST" not in name}
+    environment |= {"PYNCCL_LIBRARY": chosen} if chosen else {}
+    environment["PYTHONPATH"] = str(ROOT)
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "1", "-p", "seems", "-p", "no:cacheprovider", "tests"]
+    options: Any = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "timeout": 100}
+    done = subprocess.run(command, check=False, **options)
+    assert done.returncode == 0 and "2 passed" in done.stdout, done.stdout + done.stderr
