@@ -125,6 +125,7 @@ CASES = [
 ]
 
 
+@pytest.mark.timeout(320)  # inductor compiles with a cold cache
 @pytest.mark.parametrize("program, backend", CASES)
 def test_compiled_programs_make_the_calls_of_the_program_in_its_order(
     ranks: RankPool, program: Program, backend: str

@@ -47,14 +47,14 @@ def stderr_of(folder: str | Path, rank: int) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def elsewhere(folder: str) -> None:
-    """Wait, in the line marked `# elsewhere`, until rank 0's watchdog has reported."""
+def elsewhere(folder: str, word: str = "") -> None:
+    """Wait, in the line marked `# elsewhere`, until rank 0's watchdog has reported, with this word."""
     reported = threading.Event()
 
     def listen() -> None:
         end = time.monotonic() + MAX_WAIT_SECONDS
         while time.monotonic() < end:
-            if REPORT_PREFIX in (text := stderr_of(folder, 0)) and text.endswith("\n"):
+            if REPORT_PREFIX in (text := stderr_of(folder, 0)) and word in text and text.endswith("\n"):
                 reported.set()
                 return
             time.sleep(0.01)

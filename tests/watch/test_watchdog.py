@@ -103,7 +103,7 @@ def stopped(comm: Any, folder: str) -> tuple[int, str]:
     pids = comm.all_gather(torch.tensor([os.getpid()])).tolist()
 
     def resume() -> None:
-        elsewhere(folder)
+        elsewhere(folder, "is stopped")  # on a busy machine a report of the barrier may come first
         os.kill(pids[1], signal.SIGCONT)
 
     comm.barrier()
