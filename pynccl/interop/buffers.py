@@ -6,6 +6,7 @@ kind of object has an `Adapter`, found by type: describing a tensor costs one di
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from collections.abc import Callable
@@ -107,6 +108,9 @@ def _no_cuda(device: int) -> int:
     raise TypeError(f"this torch was built without CUDA, so there is no current stream on cuda:{device}: pass stream=")
 
 
+_vouched = functools.lru_cache(64)(vouched)  # torch has 32 streams of each priority
+
+
 class _Torch(Adapter):
     def __init__(self) -> None:
         self.raw_stream: Callable[[int], int] = _no_cuda  # cudaStream_t of torch's current stream on a device
@@ -148,7 +152,7 @@ class _Torch(Adapter):
 
     def current_stream(self, x: Any, device: int) -> int:
         handle = self.raw_stream(device) if device >= 0 else 0
-        return vouched(handle) if handle else 0
+        return _vouched(handle) if handle else 0
 
     def mark_written(self, x: Any) -> None:
         self.bump_versions((x,))

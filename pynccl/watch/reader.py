@@ -21,6 +21,7 @@ from .records import (
     FAILED,
     INSIDE,
     ISSUED,
+    LAUNCHED,
     RUNNING,
     UNKNOWN,
     CallRecord,
@@ -215,11 +216,10 @@ class _File:
         for call in calls:
             synchronous = call.posted or (on_host and not call.stream)
             call.posted = call.posted or (on_host and bool(call.stream and call.returned))
-            if call.state == FAILED:
+            if call.state in (FAILED, LAUNCHED):
                 continue
             if call.returned:
-                passed = call.entry <= head.completed and not call.unknown_stream
-                call.state = COMPLETED if synchronous or passed else ISSUED
+                call.state = COMPLETED if synchronous or call.entry <= head.completed else ISSUED
                 if call.state == COMPLETED:
                     call.completed = call.returned if synchronous else self._seconds(head.completed_at)
             elif call.posted:
@@ -237,6 +237,7 @@ class _File:
         _, names = layout.ARGUMENTS.get(operation, (0, ("peer",) if operation in layout.SIGNALS else ()))
         rest = dict(zip(names, (first, second), strict=False))
         op = rest.get("op", -1)
+        state = LAUNCHED if returned and flags & layout.UNKNOWN_STREAM else INSIDE
         return CallRecord(
             entry=entry,
             number=number,
@@ -250,14 +251,13 @@ class _File:
             group=group,
             plan=bool(flags & layout.PLAN),
             posted=bool(flags & layout.POSTED),
-            unknown_stream=bool(flags & layout.UNKNOWN_STREAM),
             site=site,
             function=function,
             forward_site=forward,
             detail=detail,
             issued=self._seconds(issued),
             returned=self._seconds(returned),
-            state=FAILED if flags & layout.FAILED else INSIDE,
+            state=FAILED if flags & layout.FAILED else state,
             error=_generic_error(flags),
         )
 

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 # States of a call. INSIDE: its C function is not known to have returned. ISSUED: it has returned, and the call is on a
-# stream; or another thread than the program's is inside it. COMPLETED: the stream has passed it, which only polling
-# detects. FAILED: it raised an exception.
-INSIDE, ISSUED, COMPLETED, FAILED = "inside", "issued", "completed", "failed"
-NOT_KNOWN = "not known whether it has run"  # of a call on an unknown stream, for messages
+# stream; or another thread than the program's is inside it. LAUNCHED: it has returned, and nothing tells whether its
+# stream has passed it, as that was passed as a number or is closed. COMPLETED: the stream has passed it, which only
+# polling detects. FAILED: it raised an exception.
+INSIDE, ISSUED, LAUNCHED, COMPLETED, FAILED = "inside", "issued", "launched", "completed", "failed"
+NOT_KNOWN = "not known whether it has run"  # of a LAUNCHED call, for messages
 
 _FRESH_SECONDS = 2.0  # a line observed this recently counts as current
 _SILENT_SECONDS = 5.0  # a killed process ended at most this long after its last heartbeat
@@ -36,7 +37,6 @@ class CallRecord:
     group       calls of one rank with the same number were issued as one group; 0: not in a group
     posted      the program went on, and waits for it only at CommRecord.awaited_at. With the host library: calls on
                 streams, messages of torch.distributed. Not with CUDA, where the program's waits are unknown
-    unknown_stream  no event tells whether it has run: its stream was passed as a number, or is closed
     site        file:line of the call; "" if no user code made it
     function    "AllReduce.backward" if an autograd function made it; forward_site: the line of its forward call
     detail      further arguments: "color=0, key=1" of a split, the calls of a group plan
@@ -54,7 +54,6 @@ class CallRecord:
     group: int = 0
     plan: bool = False
     posted: bool = False
-    unknown_stream: bool = False
     site: str = ""
     function: str = ""
     forward_site: str = ""
@@ -71,8 +70,8 @@ class CallRecord:
 
     @property
     def may_wait(self) -> bool:
-        """Whether it is not known to have completed or failed. A message on an unknown stream counts as completed."""
-        return self.state == INSIDE or (self.state == ISSUED and (self.collective or not self.unknown_stream))
+        """Whether it is not known to have completed or failed. A LAUNCHED message counts as completed."""
+        return self.state in (INSIDE, ISSUED) or (self.state == LAUNCHED and self.collective)
 
     @property
     def gave_up(self) -> bool:

@@ -188,7 +188,10 @@ class Track:
         if not streams.is_known(stream):
             return layout.UNKNOWN_STREAM
         if type(stream) is Handle and stream.source not in (None, LASTING):
-            self._sources[int(stream)] = weakref.ref(stream.source)
+            try:
+                self._sources[int(stream)] = weakref.ref(stream.source)
+            except TypeError:  # it may die unnoticed
+                return layout.UNKNOWN_STREAM
         return 0
 
     def leave(self, entry: int) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from .formatting import line_of, seconds
 from .job import Group, Job, Member
-from .records import COMPLETED, DEAD, FAILED, INSIDE, ISSUED, NOT_KNOWN, STOPPED, CallRecord
+from .records import COMPLETED, DEAD, FAILED, INSIDE, ISSUED, LAUNCHED, NOT_KNOWN, STOPPED, CallRecord
 
 # Why a rank is missing at a sync point. The other reasons are DEAD, STOPPED and FAILED.
 NOT_ENTERED, COMM_ENDED, NO_RECORD = "away", "left", "no record"
@@ -265,7 +265,7 @@ class WaitGraph:
 
     def _sync_points(self, group: Group) -> Iterator[SyncPoint]:
         for point in chain(self._collectives(group), self._messages(group), self._other_calls(group)):
-            if point.missing or not any(call.unknown_stream for call in point.arrived.values()):
+            if point.missing or all(call.state != LAUNCHED for call in point.arrived.values()):
                 yield point  # else it may have run
 
     def _collectives(self, group: Group) -> Iterator[SyncPoint]:
@@ -390,7 +390,7 @@ class WaitGraph:
 
 
 def _how_it_waits(call: CallRecord) -> str:
-    return "gave up" if call.state == FAILED else "perhaps" if call.unknown_stream else "waited"
+    return "gave up" if call.state == FAILED else "perhaps" if call.state == LAUNCHED else "waited"
 
 
 def _continued(member: Member, call: CallRecord) -> bool:

@@ -13,7 +13,8 @@ from reference import expect, inputs, reduced
 
 import pynccl
 from pynccl import Communicator
-from pynccl.interop.streams import stream_handle
+from pynccl.interop.buffers import TORCH
+from pynccl.interop.streams import is_known, stream_handle
 
 
 class ByProtocol:
@@ -45,6 +46,15 @@ def test_streams_of_other_libraries_pass_their_handle() -> None:
         with pytest.raises(TypeError) as caught:
             stream_handle(other)
         assert f"stream is {kind}, expected a handle (int)" in str(caught.value)
+
+
+def test_handles_say_whether_a_cuda_library_vouches_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """tests/watch/test_progress.py has the streams of the driver; a number alone may be no stream."""
+    monkeypatch.setattr(TORCH, "raw_stream", lambda device: 0x1230 * device)
+    current = TORCH.current_stream(torch.ones(1), 1)
+    assert current == 0x1230 and is_known(current) and not is_known(int(current))
+    assert TORCH.current_stream(torch.ones(1), 0) == 0 and is_known(0)
+    assert {kind for kind, (stream, _) in STREAMS.items() if is_known(stream_handle(stream))} == {"default"}
 
 
 def check_order(comm: Communicator) -> None:

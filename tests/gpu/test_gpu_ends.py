@@ -82,3 +82,29 @@ def test_a_process_exits_with_the_right_code_despite(source: str, code: int) -> 
     assert first.code == code, f"{first.code} after {first.seconds:.0f} s: {first.err}"
     assert ("ZeroDivisionError" in first.err) == (code == 1)
     assert second.code == (7 if HUNG in source else code), second.err
+
+
+SHARED = """
+import os, sys, torch, torch.distributed as dist, pynccl, pynccl.torch_backend
+torch.cuda.set_device(0)
+if sys.argv[1] == "backend":
+    dist.init_process_group("pynccl")
+    x = torch.ones(4, device="cuda")
+    dist.all_reduce(x)
+    dist.destroy_process_group()
+else:
+    with pynccl.init() as comm:  # GPU LOCAL_RANK modulo 1
+        x = comm.all_reduce(torch.ones(4, device=comm.device))
+        torch.cuda.synchronize()
+print(x.tolist())
+"""
+
+
+@pytest.mark.parametrize("how", ["init", "backend"])
+@pytest.mark.parametrize("shared", [1, 0])
+def test_ranks_share_a_gpu_with_one_variable_which_the_refusal_names(how: str, shared: int) -> None:
+    for done in run_ranks(["-c", SHARED, how], 2, 60, PYNCCL_SHARE_GPU=shared):
+        if shared:
+            assert (done.code, done.out) == (0, "[2.0, 2.0, 2.0, 2.0]\n"), done.err
+        else:
+            assert done.code == 1 and "set PYNCCL_SHARE_GPU=1 on all ranks" in done.err, done.err

@@ -11,7 +11,7 @@ from test_gpu_streams import BUSY_CYCLES, COUNT
 from pynccl import Communicator
 from pynccl.watch import recorder
 from pynccl.watch.reader import read_file
-from pynccl.watch.records import COMPLETED, ISSUED, CallRecord
+from pynccl.watch.records import COMPLETED, ISSUED, LAUNCHED, CallRecord
 
 SOON = 5.0  # seconds: several polls of the watchdog
 
@@ -49,6 +49,16 @@ def test_a_call_is_issued_while_its_stream_is_busy_and_then_completed(comm: Comm
     assert (call.operation, call.op, call.count) == ("all_reduce", "MAX", COUNT)
     torch.cuda.synchronize()
     assert wait_for(comm, COMPLETED).completed > 0
+
+
+def test_of_a_call_on_a_number_it_is_not_known_whether_it_has_run(comm: Communicator) -> None:
+    x, side = torch.zeros(COUNT, device=comm.device), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    comm.all_reduce(x, x, stream=side.cuda_stream)
+    side.synchronize()
+    wait_for(comm, LAUNCHED)
+    comm.all_reduce(x, x, stream=side)
+    wait_for(comm, COMPLETED)
 
 
 def test_the_watchdog_does_not_disturb_a_graph_capture(comm: Communicator) -> None:

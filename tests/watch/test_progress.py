@@ -144,12 +144,13 @@ def after(call):
 for name, call in (KNOWN | UNKNOWN).items():
     process, record, comm = after(call)
     unknown = name in UNKNOWN
-    assert {one.state for one in record.calls} == {"issued" if unknown else "completed"}, name
+    assert {one.state for one in record.calls} == {"launched" if unknown else "completed"}, name
     assert comm._track.comm_head.completed == len(record.calls), name     # it is asked no more
     process.comms = [record]
     (row,) = table.rows([process])
     operation = "broadcast #2" if "group" in name else "all_reduce #1"
-    assert row.doing == (f"issued {operation} (not known whether it has run)" if unknown else f"done {operation}"), name
+    doing = f"launched {operation} (not known whether it has run)" if unknown else f"done {operation}"
+    assert row.doing == doing, name
     record.size, record.calls[:] = 2, record.calls[:1]
     judged = verdict.judge([process]).sentence
     told = "; rank 1 has perhaps waited 0." in judged and " s (not known whether it has run) in all_reduce" in judged

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 
 from ...watch.formatting import call_name, clean, global_rank, numbers, place, seconds
-from ...watch.records import DEAD, INSIDE, ISSUED, CallRecord, CommRecord, ProcessRecord
+from ...watch.records import DEAD, INSIDE, ISSUED, LAUNCHED, CallRecord, CommRecord, ProcessRecord
 from ...watch.verdict import Verdict, render
 from . import table
 from .jobs import Job
@@ -116,11 +116,9 @@ def _last_calls(process: ProcessRecord, max_calls: int) -> list[str]:
 
 def _call_cells(comm: CommRecord, call: CallRecord, now: float) -> list[str]:
     took, ended = "-", call.completed or call.returned
-    if call.state == ISSUED and call.unknown_stream:
-        took = "?"
-    elif call.state in (INSIDE, ISSUED) and call.issued:
+    if call.state in (INSIDE, ISSUED) and call.issued:
         took = seconds(now - call.issued) + " so far"
-    elif ended and call.issued:
+    elif ended and call.issued and call.state != LAUNCHED:
         took = f"{(ended - call.issued) * 1e3:.2f} ms" if ended - call.issued < 0.05 else seconds(ended - call.issued)
     return [
         f"{_clock(call.issued)}.{int(call.issued % 1 * 1000):03d}" if call.issued else "-",

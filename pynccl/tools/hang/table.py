@@ -6,11 +6,22 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ...watch.formatting import ago, call_name, clean, numbers, place, seconds
-from ...watch.records import DEAD, FAILED, INSIDE, ISSUED, NOT_KNOWN, STOPPED, CallRecord, CommRecord, ProcessRecord
+from ...watch.records import (
+    DEAD,
+    FAILED,
+    INSIDE,
+    ISSUED,
+    LAUNCHED,
+    NOT_KNOWN,
+    STOPPED,
+    CallRecord,
+    CommRecord,
+    ProcessRecord,
+)
 
 MAX_SINGLE_ROWS = 8  # with up to this many ranks, each has its own row
 MAX_ROWS = 40
-_DOING = {INSIDE: "inside", ISSUED: "issued", FAILED: "failed in"}
+_DOING = {INSIDE: "inside", ISSUED: "issued", LAUNCHED: "launched", FAILED: "failed in"}
 _Call = tuple[CommRecord, CallRecord]
 
 
@@ -40,11 +51,10 @@ def rank_of(process: ProcessRecord) -> int:
 
 
 def open_call(comms: Iterable[CommRecord], everywhere: Mapping[str, int] | None = None) -> _Call | None:
-    """Return the call that it is inside, else the oldest one that has not completed, as far as its stream is known.
+    """Return the call that it is inside, else the oldest call that is not known to have completed.
 
     everywhere  uid -> the last collective that all ranks have entered: calls up to it wait for no rank"""
-    calls = [(comm, call) for comm in comms if not comm.ended for call in comm.calls]
-    found = [(comm, call) for comm, call in calls if call.state in (INSIDE, ISSUED) and not call.unknown_stream]
+    found = [(comm, call) for comm in comms if not comm.ended for call in comm.calls if call.state in (INSIDE, ISSUED)]
 
     def order(one: _Call) -> tuple[bool, bool, float, int]:
         comm, call = one
@@ -109,7 +119,7 @@ def _row(process: ProcessRecord, rank: int, comms: Sequence[CommRecord], found: 
         was = "was " if over and call.state == INSIDE else ""
         words = [f"{was}{_DOING.get(call.state, 'done')}", call_name(call, comm.ranks)]
         words += [comm_name(comm)] if several else []
-        words += [f"({NOT_KNOWN})"] if call.state == ISSUED and call.unknown_stream else []
+        words += [f"({NOT_KNOWN})"] if call.state == LAUNCHED else []
         row.doing = " ".join(words)
         began = call.issued if call.state in (INSIDE, ISSUED) else call.completed or call.returned or call.issued
         until = (process.end_at or process.heartbeat) if over else process.now  # it may have ended hours ago
