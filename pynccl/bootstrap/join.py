@@ -21,6 +21,7 @@ from ..watch.recorder import recorder
 from ..watch.track import Track, uid_of
 from .rendezvous import Rendezvous
 
+_OF_OTHERS = (NcclRemoteError, NcclTimeout)  # failures of other ranks, which no line of this one explains
 _MIN_INIT_SECONDS = 1.0  # for NCCL's init, if the rendezvous used up the timeout
 
 
@@ -70,7 +71,7 @@ def init_at(
         with _joined(rendezvous, setup.identity, config) as (track, identity):
             id_ = UniqueId.from_buffer_copy(identity)
             handle = comm_init_rank(setup.library, nranks, [id_], rank, setup.ordinal, config, _left(clock))
-    except (NcclRemoteError, NcclTimeout) as error:  # another rank's failure: no line here explains it
+    except _OF_OTHERS as error:
         raise error.with_traceback(None) from None
     comm = Communicator(handle, setup.library, _timeout(clock), config, track)
     if watch:
@@ -80,8 +81,11 @@ def init_at(
 
 def meet(rendezvous: Rendezvous, config: CommConfig | None) -> Any:
     """Run the rendezvous without a communicator. Return a store with keys that no other rendezvous uses."""
-    with _joined(rendezvous, b"", config) as (track, _):
-        pass
+    try:
+        with _joined(rendezvous, b"", config) as (track, _):
+            pass
+    except _OF_OTHERS as error:
+        raise error.with_traceback(None) from None
     if track is not None:
         track.end("destroyed")
     return rendezvous.store
