@@ -104,6 +104,7 @@ X, Y = (1 << 20, 12, "float32"), (1 << 30, 12, "float32")
 CAPTURED = vouched(0xCAFE)  # the stream that is captured
 
 
+@pytest.mark.usefixtures("unwatched")  # the stream that the driver is asked about is none
 def test_blocking_calls_raise_during_graph_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     from cuda.bindings import driver
 
