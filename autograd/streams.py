@@ -20,7 +20,7 @@ import pynccl
 from pynccl import Communicator
 from pynccl.bindings.values import shown
 from pynccl.comm.observers import waiting
-from pynccl.interop.handles import vouched
+from pynccl.interop.handles import Handle, vouched
 from pynccl.interop.streams import stream_handle
 
 HIGH = -1  # priority of communication streams
@@ -87,11 +87,12 @@ class _CudaSide(SideStream):
         self.owner = (
             pynccl.create_stream(comm.device, priority=priority, library=comm.library) if stream is None else stream
         )
-        self._number = int(self.owner.handle if stream is None else stream_handle(stream))
+        handle = vouched(self.owner.handle) if stream is None else stream_handle(stream)
+        self._number, self._source = int(handle), handle.source if type(handle) is Handle else None
         self.stream: Any = torch.cuda.ExternalStream(self._number, device=self.device)
 
     def handle(self, keeper: Any) -> Any:
-        return vouched(self._number, keeper)
+        return vouched(self._number, keeper, self._source)
 
     def wait_for_caller(self) -> Any:
         caller = torch.cuda.current_stream(self.device)

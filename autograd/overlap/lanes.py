@@ -19,7 +19,8 @@ from torch import Tensor
 import pynccl
 from pynccl import CollConfig, Communicator
 from pynccl.comm.observers import observers, waiting
-from pynccl.interop.handles import vouched
+from pynccl.interop.handles import Handle, vouched
+from pynccl.interop.streams import stream_handle
 
 from ..streams import HIGH, KeepAliveList, is_capturing, side_stream
 
@@ -283,7 +284,8 @@ class Lanes:
         stream = getattr(self.comm, "stream", None)
         if stream is None or isinstance(self.comm, HostLane):
             return stream
-        return vouched(stream.cuda_stream, self.kept)
+        handle = stream_handle(stream)
+        return vouched(int(handle), self.kept, handle.source if isinstance(handle, Handle) else None)
 
     def new_event(self) -> Any:
         """Return a CUDA event of the communicator's device, if possible one of an earlier operation."""

@@ -6,7 +6,6 @@ kind of object has an `Adapter`, found by type: describing a tensor costs one di
 
 from __future__ import annotations
 
-import functools
 import math
 import sys
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from typing import Any, TypeVar
 from ..bindings.abi import ELEMENTS, ITEMSIZE, DataType, RedOp
 from ..bindings.values import SIZE_MAX, attribute, integer, shown, type_of
 from . import dlpack
-from .handles import handle_of, vouched
+from .handles import handle_of, of_torch
 from .tensors import is_wrapper, negative_bit_error, why_no_memory
 
 # (address, number of elements, DataType as int, CUDA ordinal). A plain tuple, since every call builds one.
@@ -108,9 +107,6 @@ def _no_cuda(device: int) -> int:
     raise TypeError(f"this torch was built without CUDA, so there is no current stream on cuda:{device}: pass stream=")
 
 
-_vouched = functools.lru_cache(64)(vouched)  # torch has 32 streams of each priority
-
-
 class _Torch(Adapter):
     def __init__(self) -> None:
         self.raw_stream: Callable[[int], int] = _no_cuda  # cudaStream_t of torch's current stream on a device
@@ -152,7 +148,7 @@ class _Torch(Adapter):
 
     def current_stream(self, x: Any, device: int) -> int:
         handle = self.raw_stream(device) if device >= 0 else 0
-        return _vouched(handle) if handle else 0
+        return of_torch(handle, device) if handle else 0
 
     def mark_written(self, x: Any) -> None:
         self.bump_versions((x,))

@@ -6,6 +6,7 @@ handle that a call gets says who vouches for it, and only `pynccl/watch/`, which
 
 from __future__ import annotations
 
+import sys
 import weakref
 from typing import Any
 
@@ -13,8 +14,7 @@ from ..bindings.values import SIZE_MAX, attribute, integer
 
 LASTING = object()  # a source: the stream lives as long as the process, or `streams.on_end` is called at its end
 DEFAULT_STREAMS = 2  # handles up to this are CUDA's default streams: 0 and cudaStreamLegacy, 1; cudaStreamPerThread, 2
-_LASTING_PACKAGES = ("torch", "pynccl")  # torch never destroys its streams, and pynccl's call `on_end`
-_CUDA_PACKAGES = (*_LASTING_PACKAGES, "cuda", "cupy")
+_CUDA_PACKAGES = ("torch", "pynccl", "cuda", "cupy")
 
 
 class Handle(int):
@@ -27,11 +27,22 @@ class Handle(int):
     source: Any = None
 
 
-def vouched(number: int, owner: Any = None) -> Handle:
-    """Return the handle of a stream of torch or pynccl.   owner: see Handle"""
+def vouched(number: int, owner: Any = None, source: Any = LASTING) -> Handle:
+    """Return a handle with an owner and a source."""
     handle = Handle(number)
-    handle.owner, handle.source = owner, LASTING
+    handle.owner, handle.source = owner, source
     return handle
+
+
+def of_torch(number: int, device: int) -> int:
+    """Return the handle of torch's current stream on a GPU. torch vouches for its own streams, which it never destroys,
+    but not for an ExternalStream, whose id in torch is its handle."""
+    found = _of_torch.get(number)
+    if found is None:
+        if sys.modules["torch"]._C._cuda_getCurrentStream(device)[0] == number:
+            return number
+        found = _of_torch[number] = vouched(number)
+    return found
 
 
 def handle_of(stream: Any) -> Handle | None:
@@ -39,10 +50,14 @@ def handle_of(stream: Any) -> Handle | None:
     number = number_of(stream)
     if number is None:
         return None
-    handle = Handle(integer(number, "stream", 0, SIZE_MAX, "a handle, 0..2**64-1"))
+    handle = integer(number, "stream", 0, SIZE_MAX, "a handle, 0..2**64-1")
     package = _package_of(type(stream))
-    handle.owner, handle.source = stream, LASTING if package in _LASTING_PACKAGES else stream if package else None
-    return handle
+    source = stream if package else None
+    if package == "torch":
+        source = LASTING
+    elif package == "pynccl":
+        source = attribute(stream, "source")
+    return vouched(handle, stream, None if "External" in type(stream).__name__ else source)
 
 
 def number_of(stream: Any) -> Any:
@@ -71,4 +86,5 @@ def _package(kind: type) -> str:
     return kind.__module__.partition(".")[0]
 
 
+_of_torch: dict[int, Handle] = {}  # torch's own streams: 32 of each priority and GPU
 _packages: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()

@@ -24,7 +24,7 @@ from .devices import (
     described,
     on_device,
 )
-from .handles import DEFAULT_STREAMS, Handle, handle_of, is_cupy_event, number_of
+from .handles import DEFAULT_STREAMS, LASTING, Handle, handle_of, is_cupy_event, number_of, of_torch
 from .keepalive import KeepAlive, capturing, relaxed
 
 
@@ -92,10 +92,12 @@ class CudaStream(Shared):
     """A cuda.core stream with this module's methods. Works in any thread, whichever GPU is current.
 
     device  ordinal of its GPU; None: the GPU that is current at each use
-    own     the CUDA stream is destroyed with this object"""
+    own     the CUDA stream is destroyed with this object
+    source  see Handle"""
 
-    def __init__(self, stream: Any, device: int | None = None, own: bool = False) -> None:
+    def __init__(self, stream: Any, device: int | None = None, own: bool = False, source: Any = None) -> None:
         self.core, self.device, self._own = stream, device, own
+        self.source = LASTING if own else source
         self._kept = KeepAlive(stream, device)
         self._closed = False
 
@@ -251,14 +253,17 @@ def current_stream(device: int | str | None = None, *, library: Library | None =
         caller: Stream = host_module().CallerStream()
         return caller
     ordinal = int(_core_device(device).device_id)
-    return CudaStream(_cuda_core().Stream.from_handle(_current_handle(ordinal)), ordinal)
+    handle = _current_handle(ordinal)
+    source = handle.source if type(handle) is Handle else None
+    return CudaStream(_cuda_core().Stream.from_handle(int(handle)), ordinal, source=source)
 
 
 def _current_handle(ordinal: int) -> int:
     torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
     if torch is not None and hasattr(torch._C, "_cuda_getCurrentRawStream"):
-        return int(torch._C._cuda_getCurrentRawStream(ordinal))
-    return int(cupy.cuda.get_current_stream(ordinal).ptr) if cupy is not None else 0
+        handle = int(torch._C._cuda_getCurrentRawStream(ordinal))
+        return of_torch(handle, ordinal) if handle else 0
+    return handle_of(cupy.cuda.get_current_stream(ordinal)) or 0 if cupy is not None else 0
 
 
 def create_event(device: int | str | None = None, *, timing: bool = False, library: Library | None = None) -> Any:

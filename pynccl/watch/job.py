@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from .formatting import ago, call_name, clean, global_rank, maker, place, ranks_text, seconds
-from .records import DEAD, FAILED, STOPPED, UNKNOWN, CallRecord, CommRecord, ProcessRecord
+from .records import DEAD, FAILED, LAUNCHED, STOPPED, UNKNOWN, CallRecord, CommRecord, ProcessRecord
 
 MAX_LINES = 8  # about single ranks in one finding
 _MAX_RANKS = 1 << 16  # of one communicator; a damaged file may contain any size
@@ -52,6 +52,8 @@ class Member:
         if not self.joined:
             return "has not entered the communicator's init"
         entered, completed = self.comm.entered, self.comm.completed
+        if any(call.state == LAUNCHED and call.number > completed for call in self.comm.calls):
+            return f"last entered #{entered:,}, not known which have run"
         text = f"last entered #{entered:,}, " if completed < entered else ""
         return text + (f"last completed #{completed:,}" if completed > 0 else "completed none")
 

@@ -8,6 +8,7 @@ its stream, but only if the capture began between the check of the stream and th
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from ..bindings.library import Library, host_module
@@ -37,7 +38,7 @@ class Mark(NamedTuple):
             return None
 
 
-def mark(library: Library, ordinal: int, entry: int, streams: set[int]) -> Mark | None:
+def mark(library: Library, ordinal: int, entry: int, streams: Iterable[int]) -> Mark | None:
     """Record a mark on these streams; None if one of them does not accept an event yet. Closed streams are skipped."""
     events = []
     for handle in streams:

@@ -187,11 +187,13 @@ class Track:
             return 0
         if not streams.is_known(stream):
             return layout.UNKNOWN_STREAM
-        if type(stream) is Handle and stream.source not in (None, LASTING):
-            try:
-                self._sources[int(stream)] = weakref.ref(stream.source)
-            except TypeError:  # it may die unnoticed
-                return layout.UNKNOWN_STREAM
+        if type(stream) is not Handle or stream.source in (None, LASTING):
+            self._sources.pop(int(stream), None)  # of an earlier stream with this handle
+            return 0
+        try:
+            self._sources[int(stream)] = weakref.ref(stream.source)
+        except TypeError:  # it may die unnoticed
+            return layout.UNKNOWN_STREAM
         return 0
 
     def leave(self, entry: int) -> None:
@@ -254,17 +256,23 @@ class Track:
         """Return whether another thread than the program's made a recent call."""
         return bool(self._slots[entry % self._ring * _BYTES + layout.FLAGS_AT] & layout.POSTED)
 
-    def streams(self, after: int) -> set[int]:
-        """Return the streams of the calls after this number that are still in the ring buffer, and that exist."""
-        found, head, slots = set(), self.head, self._ring
-        for entry in range(max(after, head - slots) + 1, head + 1):
-            stream, flags_at = self._words[entry % slots * _WORDS + _STREAM], entry % slots * _BYTES + layout.FLAGS_AT
+    def streams(self, after: int, last: int) -> dict[int, Any]:
+        """Return the streams of the calls from `after` + 1 to `last` that are still in the ring buffer, and that exist,
+        with the object that has each, or None: while the caller keeps it, the stream is not dropped."""
+        found: dict[int, Any] = {}
+        for entry in range(max(after, last - self._ring) + 1, last + 1):
+            at = entry % self._ring
+            stream, flags_at = self._words[at * _WORDS + _STREAM], at * _BYTES + layout.FLAGS_AT
+            if self._words[at * _WORDS] != entry or self._slots[flags_at] & layout.UNKNOWN_STREAM:
+                continue
             if entry <= self._closed_streams.get(stream, 0):  # a newer stream may have the handle of a closed one
                 continue
-            if stream in self._sources and not _has_stream(self._sources[stream](), stream):
+            known = self._sources.get(stream)
+            source = known() if known is not None else None
+            if known is None or _has_stream(source, stream):
+                found[stream] = source
+            else:
                 self._slots[flags_at] |= layout.UNKNOWN_STREAM
-            if not self._slots[flags_at] & layout.UNKNOWN_STREAM:
-                found.add(stream)
         return found
 
     def forget(self, stream: int) -> None:

@@ -265,8 +265,9 @@ class WaitGraph:
 
     def _sync_points(self, group: Group) -> Iterator[SyncPoint]:
         for point in chain(self._collectives(group), self._messages(group), self._other_calls(group)):
-            if point.missing or all(call.state != LAUNCHED for call in point.arrived.values()):
-                yield point  # else it may have run
+            known = any(call.state != LAUNCHED for call in point.arrived.values())
+            if known or set(point.missing.values()) - {NO_RECORD}:  # else it may have run
+                yield point
 
     def _collectives(self, group: Group) -> Iterator[SyncPoint]:
         inside: set[int] = set()
@@ -292,6 +293,8 @@ class WaitGraph:
         )
         if number <= member.comm.completed or (call and call.state == COMPLETED):
             return
+        if call and call.state == LAUNCHED and (member.comm.ended or self._ended(member)):
+            return  # it may have run
         if call and call.gave_up:
             point.arrived[member.rank] = call
         elif call and call.state == FAILED and not self._ended(member):

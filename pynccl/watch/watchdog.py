@@ -154,7 +154,7 @@ class Watchdog:
         on_host = track.library is not None and track.library.is_host
         if not (track.is_posted(state.entry) if inside else on_host):
             return state.since
-        since = progress.awaited_since(track.streams(state.completed))
+        since = progress.awaited_since(set(track.streams(state.completed, state.entry)))
         track.mark_awaited(since)
         return since
 
@@ -183,9 +183,9 @@ class Watchdog:
         return None
 
     def _mark(self, track: Track, state: CommState) -> progress.Mark | None:
-        streams = track.streams(state.completed)
-        # Synchronous calls have returned.
-        streams -= {0, track.posts_on} if track.library.is_host else {track.posts_on} - {0}
+        streams = track.streams(state.completed, state.entry)
+        for synchronous in {0, track.posts_on} if track.library.is_host else {track.posts_on} - {0}:
+            streams.pop(synchronous, None)  # its calls have returned
         return self._ask_streams(track, partial(progress.mark, track.library, track.ordinal, state.entry, streams))
 
     def _ask_streams(self, track: Track, call: Callable[[], T]) -> T:

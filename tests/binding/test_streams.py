@@ -50,10 +50,13 @@ def test_streams_of_other_libraries_pass_their_handle() -> None:
 
 def test_handles_say_whether_a_cuda_library_vouches_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """tests/watch/test_progress.py has the streams of the driver; a number alone may be no stream."""
-    monkeypatch.setattr(TORCH, "raw_stream", lambda device: 0x1230 * device)
-    current = TORCH.current_stream(torch.ones(1), 1)
-    assert current == 0x1230 and is_known(current) and not is_known(int(current))
-    assert TORCH.current_stream(torch.ones(1), 0) == 0 and is_known(0)
+    x, number = torch.ones(1), 0x1230
+    monkeypatch.setattr(TORCH, "raw_stream", lambda device: number * device)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", lambda device: (number, device, 1), raising=False)
+    assert TORCH.current_stream(x, 1) == number and not is_known(TORCH.current_stream(x, 1))  # an ExternalStream
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", lambda device: (3, device, 1), raising=False)
+    assert TORCH.current_stream(x, 1) == number and is_known(TORCH.current_stream(x, 1)) and not is_known(number)
+    assert TORCH.current_stream(x, 0) == 0 and is_known(0)
     assert {kind for kind, (stream, _) in STREAMS.items() if is_known(stream_handle(stream))} == {"default"}
 
 

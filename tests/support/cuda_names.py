@@ -71,6 +71,7 @@ BINDINGS: tuple[str, ...] = (
 TORCH: tuple[str, ...] = (
     "_C._cuda_customAllocator",
     "_C._cuda_getCurrentRawStream",
+    "_C._cuda_getCurrentStream",
     "cuda.CUDAGraph",
     "cuda.Event",
     "cuda.ExternalStream",

@@ -56,7 +56,7 @@ def issued():
 
 def complete():
     after = comm._track.head - 1
-    found = progress.mark(library, 1, comm._track.head, comm._track.streams(after))
+    found = progress.mark(library, 1, comm._track.head, comm._track.streams(after, after + 1))
     return found is not None and found.passed()
 
 for error, gone in ((400, True), (709, True), (719, False)):   # an error of an earlier launch does not count
@@ -72,10 +72,10 @@ def test_calls_on_a_destroyed_stream_count_as_complete() -> None:
 
 
 SOURCES = """
-import os
+import dataclasses, os
 from types import SimpleNamespace
 from cuda.bindings import driver as api
-from cuda.core import Device
+from cuda.core import Device, Stream
 from pynccl.tools.hang import table
 from pynccl.watch import recorder, verdict, watchdog
 from pynccl.watch.reader import read_file
@@ -103,6 +103,11 @@ class TorchStream:
 class OwnStream(TorchStream):
     __module__ = "model"
 
+class ExternalStream:
+    __module__ = "torch.cuda.streams"
+    def __init__(self, handle):
+        self.cuda_stream = handle
+
 made, core, closed = pynccl.create_stream(0, library=library), device.create_stream(), device.create_stream()
 dropped = [device.create_stream()]
 KNOWN = {
@@ -114,6 +119,9 @@ KNOWN = {
     "current_stream": lambda comm: comm.all_reduce(X, X, stream=pynccl.current_stream(0, library=library)),
     "cuda.core": lambda comm: comm.all_reduce(X, X, stream=core),
     "torch": lambda comm: comm.all_reduce(X, X, stream=TorchStream()),
+    "torch's name of ours": lambda comm: comm.all_reduce(X, X, stream=ExternalStream(made.handle)),
+    "ours after another with its handle": lambda comm: (
+        comm.all_reduce(X, X, stream=Stream.from_handle(made.handle)), comm.all_reduce(X, X, stream=made)),
     "a class made of torch's": lambda comm: comm.all_reduce(X, X, stream=OwnStream()),
 }
 UNKNOWN = {
@@ -122,6 +130,7 @@ UNKNOWN = {
     "a number of a plan": lambda comm: comm.plan.all_reduce(X, X, stream=1234)(),
     "another library": lambda comm: comm.all_reduce(X, X, stream=SimpleNamespace(cuda_stream=1234)),
     "the protocol only": lambda comm: comm.all_reduce(X, X, stream=ByProtocol(core)),
+    "torch's name of another": lambda comm: comm.all_reduce(X, X, stream=ExternalStream(1234)),
     "an array's stream": lambda comm: comm.all_reduce(Array(), Array()),
     "closed meanwhile": lambda comm: (comm.all_reduce(X, X, stream=closed), closed.close()),
     "dropped meanwhile": lambda comm: comm.all_reduce(X, X, stream=dropped.pop()),
@@ -148,12 +157,13 @@ for name, call in (KNOWN | UNKNOWN).items():
     assert comm._track.comm_head.completed == len(record.calls), name     # it is asked no more
     process.comms = [record]
     (row,) = table.rows([process])
-    operation = "broadcast #2" if "group" in name else "all_reduce #1"
+    operation = "broadcast #2" if "group" in name else "all_reduce #2" if "after" in name else "all_reduce #1"
     doing = f"launched {operation} (not known whether it has run)" if unknown else f"done {operation}"
     assert row.doing == doing, name
     record.size, record.calls[:] = 2, record.calls[:1]
-    judged = verdict.judge([process]).sentence
-    told = "; rank 1 has perhaps waited 0." in judged and " s (not known whether it has run) in all_reduce" in judged
+    absent = dataclasses.replace(record, rank=0, calls=[], entered=0, completed=0)
+    judged = verdict.judge([process, dataclasses.replace(process, pid=1, rank=0, comms=[absent])]).sentence
+    told = "; rank 1 has perhaps waited 0." in judged and " s there (not known whether it has run)" in judged
     assert told == unknown, judged
 """
 

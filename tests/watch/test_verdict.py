@@ -9,8 +9,8 @@ import pytest
 from watched import NOW, Case, behind, call, comm, dp, failed, in_init, process, three_wait, waiting
 
 from pynccl.watch.formatting import seconds
-from pynccl.watch.records import DEAD, INSIDE, STOPPED, ProcessRecord
-from pynccl.watch.verdict import about, judge
+from pynccl.watch.records import DEAD, INSIDE, ISSUED, LAUNCHED, STOPPED, ProcessRecord
+from pynccl.watch.verdict import about, judge, render
 
 CALL = "all_reduce #41 (comm 'tp', {} ranks, BFLOAT16 x 33,554,432"
 WHERE = CALL.format(4) + ", model.py:88)"
@@ -199,6 +199,39 @@ def test_the_verdict_in_an_exception_is_short_and_does_not_repeat_it() -> None:
     send, recv = (failed(wrong, 1, 0, kind, peer=peer, site="/m/a.py:54") for kind, peer in (("send", 1), ("recv", 0)))
     verdict = judge([process(0, comm(0, 2, [send])), process(1, comm(1, 2, [recv]))])
     assert about(verdict, "u-tp", 0) == f"rank 1: recv from rank 0 at a.py:54 raised {wrong}"
+
+
+def launched(rank: int, *numbers: int, state: str = LAUNCHED, **more: Any) -> ProcessRecord:
+    """Return a rank of two with these calls, 50 s ago, and nothing tells whether their stream has passed them."""
+    calls = [call(number, state=state, age=50, site="/m/a.py:3") for number in numbers]
+    return process(rank, comm(rank, 2, calls, **more))
+
+
+LAUNCHES = {
+    "a rank is missing": (
+        [launched(0, 1, 2), launched(1, 1)],
+        "missing",
+        "rank 0 has perhaps waited 50.0 s there (not",
+    ),
+    "all have entered": ([launched(0, 1, 2), launched(1, 1, 2)], "running", "no rank is stuck"),
+    "one is known to wait": ([launched(0, 1, state=ISSUED), launched(1, 1)], "stalled", "no rank is missing"),
+    "a rank is done": ([launched(0, 1, 2), launched(1, 1, 2, ended="destroyed")], "running", "no rank is stuck"),
+    "its communicator ended before": (
+        [launched(0, 1, 2), launched(1, 1, ended="destroyed")],
+        "left",
+        "in all_reduce #2 (comm 'tp', 2 ranks, BFLOAT16 x 33,554,432, a.py:3), which it never entered",
+    ),
+    "a rank's record is gone": ([launched(0, 1, 2)], "running", "no rank is stuck"),
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_calls_that_may_have_run_are_waits_only_where_a_rank_is_missing(name: str) -> None:
+    records, kind, text = LAUNCHES[name]
+    verdict = judge(records)
+    assert verdict.kind == kind and text in render(verdict), render(verdict)
+    if name == "a rank is missing":
+        assert "rank 1: process alive, last entered #1, not known which have run" in render(verdict)
 
 
 def test_times_are_printed_in_two_units() -> None:
