@@ -132,6 +132,8 @@ def chosen(library: Library | None) -> Library:
     if library is None:
         return load()
     instance(library, Library, "library", "a pynccl.Library (see pynccl.load), or None")
+    if not library.is_host and share_gpu.is_shared():
+        share_gpu.prepare()  # again in a forked process
     return library
 
 

@@ -144,7 +144,8 @@ def default_device(library: Library, device: Any, local_rank: int | None) -> Any
         return local_rank % count
     if count and local_rank >= count:
         raise ValueError(
-            f"LOCAL_RANK is {local_rank}, but this process sees only {counted(count, 'GPU')}; use "
-            f"--nproc-per-node={count}, or set {share_gpu.VARIABLE}=1 on all ranks to let them share GPUs"
+            f"LOCAL_RANK is {local_rank}, but this process sees only {counted(count, 'GPU')}; use --nproc-per-node="
+            f"{count}; pass device=0 if each rank sees a GPU of its own; or set {share_gpu.VARIABLE}=1 on all ranks to "
+            "share GPUs"
         )
     return local_rank

@@ -100,7 +100,7 @@ def shrink(self: Self, exclude: Sequence[int], *, abort: bool = False, config: C
 
 
 _CANNOT_SHRINK = (
-    "NCCL needs the connections that it lost with the failed rank: abort() this communicator and create one of the "
+    "NCCL may need connections that it lost with the failed rank: abort() this communicator and create one of the "
     "remaining ranks, as scripts/examples/dead_rank.py does: pynccl.from_store(store, rank, nranks)"
 )
 _SHRINK_WITH_ABORT = "if an excluded rank has failed, pass abort=True"

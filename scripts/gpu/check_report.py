@@ -6,6 +6,7 @@ import json
 import re
 import threading
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +14,8 @@ COUNTED = ("passed", "failed", "hung", "skipped")
 
 
 class Result(NamedTuple):
-    """The outcome of a test on one rank: one of COUNTED, or "not run". The last result of a step has no test."""
+    """The outcome of a test on one rank: one of COUNTED, or "not run". A result without a test is that of the step: the
+    first one says that it was planned, the last one how it ended."""
 
     step: str
     ranks: int
@@ -29,16 +31,22 @@ def read(page: Path) -> list[Result]:
     return [Result(**json.loads(line)) for line in page.with_suffix(".jsonl").read_text().splitlines()]
 
 
-class Report:
-    """The three files, in the folder `out`. The lanes share it."""
+def ends_of(results: Iterable[Result]) -> dict[str, Result]:
+    """Return how each step has ended."""
+    return {result.step: result for result in results if not result.test}
 
-    def __init__(self, out: Path) -> None:
+
+class Report:
+    """The three files, in the folder `out`. The lanes share it.   kept: results of an earlier call that still hold"""
+
+    def __init__(self, out: Path, kept: Sequence[Result] = ()) -> None:
         out.mkdir(parents=True, exist_ok=True)
         self.results: list[Result] = []
         self._lines, self._page, self._log = (out / f"gpu.{ending}" for ending in ("jsonl", "md", "log"))
         self._lock = threading.Lock()
         for path in (self._lines, self._page, self._log):
             path.write_text("")
+        self.add(*kept)
 
     def add(self, *results: Result) -> None:
         with self._lock, self._lines.open("a") as file:
@@ -56,7 +64,7 @@ def to_page(results: list[Result]) -> str:
     """Return a table of the steps that have ended, then each kind of failure with the first of its messages."""
     lines = ["# GPU check", "", "Tests are counted once for each rank.", ""]
     lines += [f"| step | | {' | '.join(COUNTED)} | seconds | |", f"|{'---|' * (len(COUNTED) + 4)}"]
-    for end in (result for result in results if not result.test):
+    for end in ends_of(results).values():
         counts = Counter(result.outcome for result in results if result.step == end.step and result.test)
         cells = [end.step, end.outcome, *(counts[name] or "" for name in COUNTED), f"{end.seconds:.1f}"]
         lines.append(f"| {' | '.join(map(str, cells))} | {end.message.replace('|', '/')} |")

@@ -25,6 +25,7 @@ PLUGIN = "scripts.gpu.check_plugin"
 BEFORE, AFTER = "(start)", "(exit)"  # in place of a test, for what the processes do before and after their tests
 # Seconds for the first rank to come, and for the others after it (or after the death of a rank).
 START, TEST, EXIT = (60.0, 60.0), (45.0, 12.0), (30.0, 30.0)
+TEST_ALONE = (100.0, 100.0)  # of one rank, whose test may start ranks of its own
 POLL_SECONDS = 0.01
 STACKS_SECONDS = 2.0  # for faulthandler to write, between SIGABRT and SIGKILL
 OUTPUT_CHARACTERS = 5000
@@ -56,13 +57,17 @@ def pytest_step(name: str, ranks: int, seconds: float, file: str, alone: bool = 
 
 @dataclass
 class Setting:
-    """What all steps share. stop: set when the processes must be killed."""
+    """What all steps share.
+
+    stop         set when the processes must be killed
+    unreachable  two ranks on one GPU do not reach each other"""
 
     report: Report
     work: Path
     gpus: int
     env: dict[str, str]
     stop: threading.Event = field(default_factory=threading.Event)
+    unreachable: bool = False
 
 
 class StepRun:
@@ -102,7 +107,7 @@ class StepRun:
                 return False, left
             tests = json.loads((self.folder / "tests").read_text())
             for number, test in enumerate(tests):
-                outcomes = self.meet(test, str(number), TEST)
+                outcomes = self.meet(test, str(number), TEST if len(self.ranks) > 1 else TEST_ALONE)
                 hung, failed = ([r for r in self.ranks if outcomes[r] == name] for name in ("hung", "failed"))
                 if hung or 0 < len(failed) < len(outcomes):  # else the ranks are still in step
                     how = f"hung on ranks {hung}" if hung else f"failed on ranks {failed}"

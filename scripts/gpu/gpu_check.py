@@ -37,7 +37,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from check_report import Report, Result, read
+from check_report import Report, Result, ends_of, read
 from check_step import AFTER, BEFORE, ROOT, Setting, Step, StepRun, pytest_step
 
 from pynccl.bindings.library import gpu_count, gpu_problem
@@ -100,14 +100,24 @@ def out_folder() -> Path:
 
 def only_failed(steps: list[Step], results: list[Result]) -> list[Step]:
     """Return what failed, hung or was not run: the tests if they are known, else the step."""
-    again = []
+    again, ends = [], ends_of(results)
     for step in steps:
         own = [result for result in results if result.step == step.name]
-        ended = {result.outcome for result in own if not result.test}  # nothing: the call was cut off in this step
         bad = {result.test for result in own if result.outcome not in ("passed", "skipped")} - {"", BEFORE, AFTER}
-        if ended != {"passed"}:
-            again.append(dataclasses.replace(step, tests=sorted(bad) if ended and bad else None))
+        if own and ends[step.name].outcome != "passed":
+            known = bad and ends[step.name].outcome == "failed"  # else it was cut off
+            again.append(dataclasses.replace(step, tests=sorted(bad) if known else None))
     return again
+
+
+def still_valid(results: list[Result], again: list[Step]) -> list[Result]:
+    """Return the results that steps which run again do not replace."""
+    tests = {step.name: step.tests for step in again}
+    return [
+        result
+        for result in results
+        if result.step not in tests or (result.test and result.test not in (tests[result.step] or [result.test]))
+    ]
 
 
 def setting_of(report: Report, work: Path, gpus: int) -> Setting:
@@ -124,6 +134,7 @@ def setting_of(report: Report, work: Path, gpus: int) -> Setting:
 def run(steps: list[Step], setting: Setting, budget: float) -> bool:
     """Run the steps with several ranks and those with one side by side, then the rest. Return whether all passed."""
     deadline = time.monotonic() + budget
+    setting.report.add(*(Result(step.name, step.ranks, 0, "", "not run", "cut off") for step in steps))
     lanes = [[step for step in steps if not step.alone and (step.ranks > 1) == many] for many in (True, False)]
     with ThreadPoolExecutor(len(lanes)) as pool:
         try:
@@ -132,21 +143,20 @@ def run(steps: list[Step], setting: Setting, budget: float) -> bool:
             setting.stop.set()  # the lanes then kill their processes
             raise
     run_lane([step for step in steps if step.alone], setting, deadline)
-    return all(result.outcome == "passed" for result in setting.report.results if not result.test)
+    return all(end.outcome == "passed" for end in ends_of(setting.report.results).values())
 
 
 def run_lane(steps: list[Step], setting: Setting, deadline: float) -> None:
     """Run steps one after the other, as long as they fit in the time that is left."""
-    unreachable = False
     for step in steps:
         began = time.monotonic()
         if deadline - began < step.seconds:
             outcome, why = "not run", f"{max(deadline - began, 0):.0f} s left; it takes about {step.seconds:g} s"
-        elif unreachable and step.ranks > setting.gpus:
+        elif setting.unreachable and step.ranks > setting.gpus:
             outcome, why = "not run", "two ranks on one GPU do not reach each other"
         else:
             outcome, why = StepRun(step, setting, min(deadline, began + step.seconds + SPARE_SECONDS)).run()
-        unreachable = unreachable or (step.name == "reach" and outcome == "failed")
+        setting.unreachable = setting.unreachable or (step.name == "reach" and outcome == "failed")
         seconds = time.monotonic() - began
         setting.report.add(Result(step.name, step.ranks, 0, "", outcome, why, round(seconds, 1)))
         print(f"{outcome:8s}  {step.name:18s}{seconds:6.1f} s  {why}", flush=True)
@@ -167,7 +177,8 @@ def main() -> int:
         if unknown := {*options.steps} - {step.name for step in steps}:
             parser.error(f"{min(unknown)}: not a step; --list prints the steps")
         steps = [step for step in steps if step.name in options.steps or not options.steps]
-        steps = only_failed(steps, read(options.failed)) if options.failed else steps
+        before = read(options.failed) if options.failed else []
+        steps = only_failed(steps, before) if options.failed else steps
         if options.list:
             for step in steps:
                 words = " ".join(step.command[:3])
@@ -176,9 +187,13 @@ def main() -> int:
         if not rehearsed and (problem := gpu_problem()):
             print(f"no GPU, nothing to check: {problem}")
             return 0
+        if not steps:
+            print(f"nothing failed in {options.failed}")
+            return 0
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the processes of the steps are killed
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        return int(not run(steps, setting_of(Report(out_folder()), Path(folder), gpus), options.budget))
+        report = Report(out_folder(), still_valid(before, steps))
+        return int(not run(steps, setting_of(report, Path(folder), gpus), options.budget))
 
 
 if __name__ == "__main__":

@@ -113,7 +113,7 @@ assert devices.device_ordinal("cuda") == 0
 assert join.default_device(library, "cuda:0", 1) == "cuda:0" and join.default_device(library, 0, 1) == 0
 for call, message in (
     (lambda: pynccl.create_stream("cpu", library=library), "'cpu', expected a GPU"),
-    (lambda: join.default_device(library, "cuda", 2), "sees only 2 GPUs; use --nproc-per-node=2, or set PYNCCL_SHARE"),
+    (lambda: join.default_device(library, "cuda", 2), "sees only 2 GPUs; use --nproc-per-node=2; pass device=0"),
 ):
     assert message in str(raised_by(call, ValueError))
 join.gpu_count = lambda: 1

@@ -29,7 +29,11 @@ class ProcessResult(NamedTuple):
 def clean_environment(**more: object) -> dict[str, str]:
     """Return the environment without the variables of this process's launch, and with `more`."""
     kept = {k: v for k, v in os.environ.items() if k not in _LAUNCH_VARIABLES and not k.startswith(_LAUNCH_PREFIXES)}
-    return {**kept, "PYNCCL_LIBRARY": "nccl", **{name: str(value) for name, value in more.items()}}
+    return {
+        **kept,
+        "PYNCCL_LIBRARY": os.environ["GPU_TESTS_LIBRARY"],
+        **{name: str(value) for name, value in more.items()},
+    }
 
 
 def run_ranks(command: list[str], n: int, seconds: float = 100.0, **more: object) -> list[ProcessResult]:

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,7 +78,8 @@ class Run(NamedTuple):
         found: dict[str, list[str]] = {}
         for result in self.results:
             if result.step == step:
-                found.setdefault(result.test.rpartition("::")[2], []).append(result.outcome)
+                test = result.test.rpartition("::")[2]
+                found[test] = [*(found.get(test, []) if test else []), result.outcome]
         return found
 
     def message(self, test: str, rank: int) -> str:
@@ -90,12 +92,14 @@ def step_of(folder: Path, name: str, source: str, ranks: int = 2) -> check_step.
     return check_step.pytest_step(name, ranks, 15, str(folder / f"test_{name}.py"))
 
 
-def run(folder: Path, steps: list[check_step.Step], budget: float = 300.0) -> Run:
+def run(
+    folder: Path, steps: list[check_step.Step], budget: float = 300.0, kept: Sequence[check_report.Result] = ()
+) -> Run:
     """Run steps as gpu_check does, on the host library, and read what it has written."""
     number = len([*folder.glob("out*")])
     out, work = folder / f"out{number}", folder / f"work{number}"
     work.mkdir()
-    good = gpu_check.run(steps, gpu_check.setting_of(check_report.Report(out), work, 0), budget)
+    good = gpu_check.run(steps, gpu_check.setting_of(check_report.Report(out, kept), work, 0), budget)
     return Run(good, check_report.read(out / "gpu.md"), (out / "gpu.md").read_text())
 
 
@@ -133,12 +137,15 @@ def test_a_bad_test_costs_itself_only_and_failed_runs_it_alone(tmp_path: Path, m
     assert re.search(kind, done.page, re.MULTILINE)
     assert re.search(r"^- fails: \S+::test_dies_on_one hung on ranks \[1\]$", done.page, re.MULTILINE)
 
-    steps.append(step_of(tmp_path, "new", "def test_new():\n    pass\n"))
-    chosen = gpu_check.only_failed(steps, done.results)
+    steps += [step_of(tmp_path, name, "def test_new():\n    pass\n") for name in ("cut_off", "other")]
+    before = [*done.results, check_report.Result("cut_off", 2, 0, "", "not run", "cut off")]
+    chosen = gpu_check.only_failed(steps, before)
     assert [step.tests and len(step.tests) for step in chosen] == [3, 1, None]
-    again = run(tmp_path, [chosen[0], chosen[2]])
-    assert again.outcomes("fails").keys() == {"test_fails_on_all", "test_fails_on_one", "test_dies_on_one", ""}
-    assert again.outcomes("new") == {"test_new": passed, "": ["passed"]}
+    again = run(tmp_path, [chosen[0], chosen[2]], kept=gpu_check.still_valid(before, [chosen[0], chosen[2]]))
+    assert again.outcomes("fails") == {**done.outcomes("fails"), "test_last": passed}
+    assert len(again.results) == len(done.results) + 2 + 2  # test_new on two ranks, planned and ended; no test twice
+    assert again.outcomes("hangs") == done.outcomes("hangs") and again.outcomes("broken") == done.outcomes("broken")
+    assert again.outcomes("cut_off") == {"test_new": passed, "": ["passed"]}
 
 
 def test_a_hang_before_or_after_the_tests_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
