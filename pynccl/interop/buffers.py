@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from ..bindings.abi import ELEMENTS, ITEMSIZE, DataType, RedOp
 from ..bindings.values import SIZE_MAX, attribute, integer, shown, type_of
 from . import dlpack
-from .handles import handle_of, of_torch
+from .handles import handle_of, of_torch, vouched
 from .tensors import is_wrapper, negative_bit_error, why_no_memory
 
 # (address, number of elements, DataType as int, CUDA ordinal). A plain tuple, since every call builds one.
@@ -211,9 +211,9 @@ class _CudaArray(Adapter):
 
     def current_stream(self, x: Any, device: int) -> int:
         if type(x).__module__.partition(".")[0] == "cupy":
-            return (
-                handle_of(sys.modules["cupy"].cuda.get_current_stream(max(device, -1))) or 0
-            )  # -1: CuPy's current GPU
+            current = sys.modules["cupy"].cuda.get_current_stream(max(device, -1))  # -1: CuPy's current GPU
+            handle = handle_of(current)
+            return vouched(handle, None, handle.source) if handle else 0
         stream = x.__cuda_array_interface__.get("stream")
         return int(stream) if stream else super().current_stream(x, device)
 

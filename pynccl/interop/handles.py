@@ -1,7 +1,8 @@
 """CUDA stream handles, and where each came from.
 
 A cudaStream_t is a pointer: the driver crashes on one that is not a stream's, even if it is only asked about it. So the
-handle that a call gets says who vouches for it, and only `pynccl/watch/`, which asks the driver later, must look.
+handle that a call gets says who vouches for it. What asks the driver about a call's stream looks there first: the
+watchdog, and PYNCCL_CHECK before a capture.
 """
 
 from __future__ import annotations
