@@ -20,7 +20,7 @@ import pynccl
 from pynccl import Communicator
 from pynccl.bindings.values import shown
 from pynccl.comm.observers import waiting
-from pynccl.interop.handles import Handle, vouched
+from pynccl.interop.handles import source_of, vouched
 from pynccl.interop.streams import stream_handle
 
 HIGH = -1  # priority of communication streams
@@ -88,7 +88,7 @@ class _CudaSide(SideStream):
             pynccl.create_stream(comm.device, priority=priority, library=comm.library) if stream is None else stream
         )
         handle = vouched(self.owner.handle) if stream is None else stream_handle(stream)
-        self._number, self._source = int(handle), handle.source if type(handle) is Handle else None
+        self._number, self._source = int(handle), source_of(handle)
         self.stream: Any = torch.cuda.ExternalStream(self._number, device=self.device)
 
     def handle(self, keeper: Any) -> Any:

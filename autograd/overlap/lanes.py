@@ -19,7 +19,7 @@ from torch import Tensor
 import pynccl
 from pynccl import CollConfig, Communicator
 from pynccl.comm.observers import observers, waiting
-from pynccl.interop.handles import Handle, vouched
+from pynccl.interop.handles import source_of, vouched
 from pynccl.interop.streams import stream_handle
 
 from ..streams import HIGH, KeepAliveList, is_capturing, side_stream
@@ -285,7 +285,7 @@ class Lanes:
         if stream is None or isinstance(self.comm, HostLane):
             return stream
         handle = stream_handle(stream)
-        return vouched(int(handle), self.kept, handle.source if isinstance(handle, Handle) else None)
+        return vouched(int(handle), self.kept, source_of(handle))
 
     def new_event(self) -> Any:
         """Return a CUDA event of the communicator's device, if possible one of an earlier operation."""

@@ -35,6 +35,11 @@ def vouched(number: int, owner: Any = None, source: Any = LASTING) -> Handle:
     return handle
 
 
+def source_of(handle: int) -> Any:
+    """Return who vouches for a handle; None for a plain number."""
+    return handle.source if type(handle) is Handle else None
+
+
 def of_torch(number: int, device: int) -> int:
     """Return the handle of torch's current stream on a GPU. torch vouches for its own streams, which it never destroys,
     but not for an ExternalStream, whose id in torch is its handle."""

@@ -24,7 +24,7 @@ from .devices import (
     described,
     on_device,
 )
-from .handles import DEFAULT_STREAMS, LASTING, Handle, handle_of, is_cupy_event, number_of, of_torch
+from .handles import DEFAULT_STREAMS, LASTING, Handle, handle_of, is_cupy_event, number_of, of_torch, source_of
 from .keepalive import KeepAlive, capturing, relaxed
 
 
@@ -254,8 +254,7 @@ def current_stream(device: int | str | None = None, *, library: Library | None =
         return caller
     ordinal = int(_core_device(device).device_id)
     handle = _current_handle(ordinal)
-    source = handle.source if type(handle) is Handle else None
-    return CudaStream(_cuda_core().Stream.from_handle(int(handle)), ordinal, source=source)
+    return CudaStream(_cuda_core().Stream.from_handle(int(handle)), ordinal, source=source_of(handle))
 
 
 def _current_handle(ordinal: int) -> int:
@@ -307,7 +306,7 @@ on_end: Callable[[int], None] | None = None  # flight recorder's callback: a cre
 def is_known(stream: int) -> bool:
     """Return whether a handle is known to be a CUDA stream's, so that the driver may be asked about it: see handles.py.
     A plain number is only if it is that of a default stream or of an open stream of `create_stream`."""
-    return stream <= DEFAULT_STREAMS or (type(stream) is Handle and stream.source is not None) or stream in _created
+    return stream <= DEFAULT_STREAMS or source_of(stream) is not None or stream in _created
 
 
 def hold(stream: int, library: Library, keep: Any) -> None:

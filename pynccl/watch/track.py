@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ..interop import streams
-from ..interop.handles import DEFAULT_STREAMS, LASTING, Handle, number_of
+from ..interop.handles import DEFAULT_STREAMS, LASTING, number_of, source_of
 from . import layout
 from .attribution import attributions
 from .frames import posting_stream, user_site
@@ -187,11 +187,12 @@ class Track:
             return 0
         if not streams.is_known(stream):
             return layout.UNKNOWN_STREAM
-        if type(stream) is not Handle or stream.source in (None, LASTING):
+        source = source_of(stream)
+        if source is None or source is LASTING:
             self._sources.pop(int(stream), None)  # of an earlier stream with this handle
             return 0
         try:
-            self._sources[int(stream)] = weakref.ref(stream.source)
+            self._sources[int(stream)] = weakref.ref(source)
         except TypeError:  # it may die unnoticed
             return layout.UNKNOWN_STREAM
         return 0
