@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from libraries import HEADER_VERSION, compiled
+from stub_driver import over_driver
 
 from pynccl.bindings.errors import NcclInvalidUsage, from_result
 
@@ -72,6 +73,38 @@ def test_only_rank_0_warns_and_a_host_id_of_the_user_is_kept(tmp_path: Path) -> 
 )
 def test_nothing_changes_without_it_or_on_the_cpu(tmp_path: Path, variables: dict[str, str]) -> None:
     assert hosts(tmp_path, **variables) == [(None, None, [])] * 3
+
+
+WAYS = """
+import os
+from datetime import timedelta
+import torch
+from torch.distributed import HashStore
+from pynccl import Communicator, UniqueId
+from pynccl.compat.wrapper import NCCLLibrary
+from pynccl.torch_backend.backend import PyncclBackend
+library = pynccl.load()
+unset = []
+for name, make in {
+    "get_unique_id": pynccl.get_unique_id,
+    "init": lambda: Communicator.init(1, UniqueId(), 0, device=0, library=library),
+    "from_store": lambda: pynccl.from_store(HashStore(), 0, 1, device=0),
+    "from_store, library=": lambda: pynccl.from_store(HashStore(), 0, 1, device=0, library=library),
+    "init_all": lambda: Communicator.init_all([0]),
+    "join_grown": lambda: Communicator.join_grown(2, UniqueId(), 1, device=0),
+    "vLLM's wrapper": NCCLLibrary,
+    "the backend": lambda: PyncclBackend(HashStore(), 0, 1, timedelta(seconds=9), "g")._lane(torch.device("cuda:0")),
+}.items():
+    os.environ.pop("NCCL_HOSTID", None)
+    make()
+    unset += [] if "NCCL_HOSTID" in os.environ else [name]
+print(unset)
+"""
+
+
+def test_every_way_to_make_a_communicator_reads_it() -> None:
+    said = over_driver(WAYS, PYNCCL_SHARE_GPU="1", PYNCCL_LIBRARY=compiled(HEADER_VERSION), PYNCCL_WATCH="off")
+    assert said.splitlines()[-1] == "[]"
 
 
 @pytest.mark.parametrize(
