@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ..bindings import share_gpu
@@ -14,11 +14,12 @@ from ..bindings.library import Library, chosen, gpu_count
 from ..bindings.structs import CommConfig, struct_of
 from ..bindings.values import INT_MAX, counted, integer
 from ..bindings.workers import Clock
+from ..comm.base import comm_name
 from ..comm.communicator import Communicator
 from ..comm.init import choose_device, comm_init_rank, get_unique_id, recorded_init
 from ..interop.devices import names_no_ordinal
 from ..watch.recorder import recorder
-from ..watch.track import Track, uid_of
+from ..watch.track import Identity, Track, new_track, uid_of
 from .rendezvous import Rendezvous
 
 _OF_OTHERS = (NcclRemoteError, NcclTimeout)  # failures of other ranks, which no line of this one explains
@@ -77,6 +78,25 @@ def init_at(
     if watch:
         watch_at(comm, rendezvous.store, serves)
     return comm
+
+
+def make_child(
+    parent: Communicator,
+    make: Callable[[Sequence[int], str], int],
+    members: Sequence[int],
+    name: str,
+    config: CommConfig,
+) -> Communicator:
+    """Return a communicator of these ranks of `parent`, in this order, which connect at its first call.
+
+    make  from host.maker_of_children, of the parent
+    name  used once, equal on all members"""
+    own, track = parent._track, None
+    if own is not None:
+        ranks = [own.ranks[rank] for rank in members] if own.ranks else list(members)
+        identity = Identity(uid_of(own.uid, name), comm_name(config, "child"), own.uid)
+        track = new_track(identity, members.index(parent.rank), len(members), ranks)
+    return Communicator(make(members, name), parent.library, parent.timeout, config, track)
 
 
 def meet(rendezvous: Rendezvous, config: CommConfig | None) -> Any:

@@ -25,6 +25,7 @@ from . import (
 )
 from .comm import set_timeout
 from .exports import function, take_exception
+from .init import maker_of_children
 from .stream import (
     CallerStream,
     HostEvent,
@@ -46,6 +47,7 @@ __all__ = [
     "begin_wait",
     "end_wait",
     "function",
+    "maker_of_children",
     "set_timeout",
     "stream_from_handle",
     "take_exception",

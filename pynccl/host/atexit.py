@@ -29,7 +29,7 @@ def _at_exit() -> None:
     for worker in workers:
         worker.join(_JOIN_SECONDS)
     init.join_waiting(_JOIN_SECONDS)
-    for communicator in comm.all_communicators():
+    for communicator in reversed(comm.all_communicators()):  # those without sockets use those of others, made before
         if communicator.idle:
             communicator.destroy()
     rma.join_threads(_PEERS_SECONDS, _JOIN_SECONDS)

@@ -127,6 +127,7 @@ class Comm:
         self.mutex = threading.RLock()
         self.lock = threading.Condition(self.mutex)  # notified when the next ticket may run, and on failure
         self._transport: Transport | None = None
+        self._connect: Callable[[str], None] | None = None  # to be called by its first operation
         self.shared: SharedMemory | None = None  # used for collectives and messages if the ranks share memory
         self._waiting = 0
         self._issued = self._served = 0
@@ -139,15 +140,23 @@ class Comm:
         self.peers = [peer for peer in range(size) if peer != rank]
         self.activity = Activity(size)
 
+    def connect_later(self, connect: Callable[[str], None]) -> None:
+        """Let the first operation connect it: connect(text of the operation)."""
+        self._connect = connect
+
     @property
     def transport(self) -> Transport:
+        if self._connect is not None:
+            self.run(self.ticket(), ())
         if self._transport is None:
             raise self.failure or invalid_usage("the communicator is not connected (destroyed, or not yet initialized)")
         return self._transport
 
     def set_channels(self, channels: Mapping[int, Channels]) -> None:
         """Set the connections to all peers. The communicator is not initialized yet."""
-        transport = Transport(self.rank, channels, self.activity, self.timeout)
+        self.set_transport(Transport(self.rank, channels, self.activity, self.timeout))
+
+    def set_transport(self, transport: Transport) -> None:
         with self.mutex:
             self._transport = transport
         if self.failure is not None:  # aborted meanwhile
@@ -182,6 +191,9 @@ class Comm:
         try:
             if self._served != ticket or self.failure is not None:
                 self._await(lambda: self._served == ticket)
+            if self._connect is not None:
+                connect, self._connect = self._connect, None
+                connect(works[0].describe() if works else "connecting")
             for work in works:
                 self._execute(work)
         except HostFailure as failure:
@@ -262,6 +274,11 @@ class Comm:
         if self.failure is not None:
             raise self.failure
 
+    def check_ranks(self, ranks: Sequence[int], call: str) -> None:
+        """Raise HostFailure if one of these ranks has ended this communicator, or its process has exited."""
+        if (transport := self._transport) is not None and (lost := transport.lost(ranks)):
+            raise HostFailure(Result.REMOTE_ERROR, f"{call}: {lost}")
+
     def fail(self, failure: HostFailure, notice: FailureNotice | None = None) -> HostFailure:
         """Record the first failure, wake waiting threads, and send the peers `notice`. Return the first failure."""
         with self.mutex:
@@ -316,7 +333,7 @@ class Comm:
         """Release the connections and the memory; a thread still using them keeps them alive until it returns."""
         if self.shared is not None:
             self.shared.close()
-        self._transport = self.shared = None
+        self._transport = self.shared = self._connect = None
         self.activity.describe = str  # breaks the cycle through the last operation
 
     def after_fork(self) -> None:

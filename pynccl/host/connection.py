@@ -22,6 +22,7 @@ HEAD = struct.Struct("<QQQ")  # form, nbytes, sequence number; then the call as 
 TEXT_BYTES = HEAD_BYTES - HEAD.size
 
 FINALIZE, FAIL, STATUS = "finalize", "fail", "status"
+ROW, BRANCH = "row", "branch"  # a row of the transport's selection; a message of a communicator that has no sockets
 
 
 class Form(IntEnum):
@@ -98,6 +99,9 @@ class Connection:
         self.finalized = False  # it ended normally
         self.failure: Mapping[str, Any] | None = None  # the notice that it sent when it failed
         self.status: Status | None = None  # what it waits for
+        self.rows: dict[int, Any] = {}  # received rows, by number
+        self.branches = Branches()
+        self.closed = ""  # why the control connection is closed; "": it is open
         self.ended_at = 0.0  # when the control connection closed or the peer failed; 0.0 before
         self.end_reason = ""
 
@@ -121,30 +125,35 @@ class Connection:
 
     def read_control(self) -> None:
         """Read and handle the control messages of the peer."""
-        if self.ended_at and self.failure is None:
+        if self.closed:
             return
         try:
             while data := self.control.recv(1 << 16):
                 self.inbox += data
-            self.end("its process has ended (connection closed)")
+            self._close("its process has ended (connection closed)")
         except BlockingIOError:
             pass
         except OSError as error:
             if by_signal(error):
                 raise
-            self.end(f"its process has ended, or the network is down ({error.strerror})")
+            self._close(f"its process has ended, or the network is down ({error.strerror})")
         try:
             for kind, message in take_frames(self.inbox):
-                self._take(kind, message)
+                self.take(kind, message)
         except (ValueError, TypeError) as error:
-            self.end(f"it sent an invalid control message ({error})")
+            self._close(f"it sent an invalid control message ({error})")
+
+    def _close(self, why: str) -> None:
+        self.closed = why
+        self.end(why)
 
     def end(self, why: str) -> None:
         """Record the end of the control connection."""
         if not self.ended_at:
             self.ended_at, self.end_reason = time.monotonic(), why
 
-    def _take(self, kind: str, message: Any) -> None:
+    def take(self, kind: str, message: Any) -> None:
+        """Handle one control message of the peer."""
         if kind == FINALIZE:
             self.finalized = True
         elif kind == FAIL and self.failure is None:
@@ -152,3 +161,33 @@ class Connection:
             self.ended_at = time.monotonic()
         elif kind == STATUS:
             self.status = Status(*message)
+        elif kind == ROW:
+            number, row = message
+            self.rows[int(number)] = row
+        elif kind == BRANCH:
+            self.branches.take(self.peer, *message)
+
+
+class Branches:
+    """The communicators whose control messages travel over the control connections of this one: see `branch`."""
+
+    def __init__(self) -> None:
+        self.connections: dict[str, Mapping[int, Connection]] = {}  # name -> rank in this communicator -> connection
+        self._early: dict[str, list[tuple[int, Any]]] = {}  # messages for those that this rank has not connected yet
+
+    def add(self, name: str, connections: Mapping[int, Connection]) -> None:
+        self.connections[name] = connections
+        for peer, message in self._early.pop(name, ()):
+            self.take(peer, name, message)
+
+    def remove(self, name: str) -> None:
+        self.connections.pop(name, None)
+
+    def take(self, peer: int, name: str, message: Any) -> None:
+        """Handle a message of `peer` for the communicator `name`."""
+        kind, content = message
+        if name in self.connections:
+            if (connection := self.connections[name].get(peer)) is not None:
+                connection.take(kind, content)
+        elif kind == ROW or name in self._early:  # others are of a communicator that has ended here
+            self._early.setdefault(name, []).append((peer, message))

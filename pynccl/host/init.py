@@ -16,6 +16,7 @@ from ..bindings.abi import SPLIT_NOCOLOR, UNIQUE_ID_BYTES, Result
 from . import group, rendezvous
 from .algorithms import GROW, SPLIT, gather_rows
 from .argcheck import check_config, check_devices, check_flags, check_rank, field
+from .branch import Branch
 from .comm import Comm, find, seconds
 from .connect import ENDPOINT_BYTES, Channels, Connecting, Listener, pairs_in_process, read_endpoint
 from .exports import export
@@ -24,6 +25,7 @@ from .interfaces import is_single_node
 from .rendezvous import Rendezvous, rendezvous_of
 from .sharing import agree, requested_transport
 from .store import Store
+from .transport import Transport
 
 INIT_TIMEOUT_VARIABLE = "PYNCCL_HOST_INIT_TIMEOUT"
 _SHRINK_ABORT = 0x01
@@ -99,22 +101,45 @@ def _select_transport(comm: Comm, name: str) -> None:
     comm.mark_initialized(agree(name, comm.rank, comm.transport, comm.activity, comm.local))
 
 
-def _join_and_connect(comm: Comm, place: Rendezvous, timeout: float, name: str) -> None:
-    """Wait until all ranks of `comm` have joined at `place`, and connect to them. Reports the missing ranks."""
+def _join_and_connect(
+    comm: Comm,
+    place: Rendezvous,
+    timeout: float,
+    name: str,
+    check: Callable[[], None] = lambda: None,
+    local: bool = False,
+) -> None:
+    """Wait until all ranks of `comm` have joined at `place`, and connect to them. Reports the missing ranks.
+
+    check  raises HostFailure if waiting is pointless
+    local  all ranks are known to be on this node"""
+    channels, comm.local = _connections(comm, place, timeout, name, check, local)
+    comm.rendezvous = place
+    names = [f"rank {rank}" for rank in range(comm.size)]
+    _set_up(comm, channels, f"{name} on rank {comm.rank} of {comm.size}", names, check)
+    last_error.text = ""  # it named the missing ranks
+
+
+def _connections(
+    comm: Comm,
+    place: Rendezvous,
+    timeout: float,
+    name: str,
+    check: Callable[[], None] = lambda: None,
+    local: bool = False,
+) -> tuple[dict[int, Channels], bool]:
+    """Return the connections to all ranks of `comm`, which join at `place`, and whether all are on this node."""
     me = threading.current_thread()
     _waiting.add(me)
     started = time.monotonic()
-    listener = Listener(is_single_node() or isinstance(place.store, Store))
+    listener = Listener(local or is_single_node() or isinstance(place.store, Store))
     try:
-        endpoints = place.wait(timeout, name, comm.rank, comm.size, listener.endpoint)
-        comm.rendezvous = place
-        comm.local = len({read_endpoint(text).node_id for text in endpoints}) == 1
+        endpoints = place.wait(timeout, name, comm.rank, comm.size, listener.endpoint, check)
+        local = len({read_endpoint(text).node_id for text in endpoints}) == 1
         left = max(timeout - (time.monotonic() - started), 0.0)
         names = [f"rank {rank}" for rank in range(comm.size)]
         call = f"{name} on rank {comm.rank} of {comm.size}"
-        channels = Connecting(listener, comm.rank, endpoints, call, names, lambda: None).run(left)
-        _set_up(comm, channels, call, names, lambda: None)
-        last_error.text = ""  # it named the missing ranks
+        return Connecting(listener, comm.rank, endpoints, call, names, check).run(left), local
     finally:
         _waiting.discard(me)
         listener.close()
@@ -300,6 +325,56 @@ def _shrink(parent: Comm, child: Comm, excluded: str) -> None:
         return
     place = parent.rendezvous.child(f"shrink/{excluded}/{parent.shrinks[excluded]}")
     _join_and_connect(child, place, seconds(INIT_TIMEOUT_VARIABLE), "ncclCommShrink")
+
+
+# From an existing communicator, later
+
+
+def maker_of_children(handle: int) -> Callable[[Sequence[int], str], int]:
+    """Return a function that makes communicators of ranks of this one: make(members, name) -> handle.
+
+    It exchanges nothing: the members connect at the first operation of their communicator, in the thread that runs it,
+    even if this communicator has ended by then. Its rank i is members[i].   name: used once, equal on all members"""
+    parent = find(handle)
+    trunk = parent.transport if parent.shared is not None else None
+    return partial(_make_child, parent, trunk)
+
+
+def _make_child(parent: Comm, trunk: Transport | None, members: Sequence[int], name: str) -> int:
+    child = _apply_config(Comm(members.index(parent.rank), len(members), parent.device), None, parent)
+    child.initialized, child.local = True, parent.local
+    if child.size > 1:
+        assert parent.rendezvous is not None
+        child.rendezvous = parent.rendezvous.child(f"later/{name}")
+        child.connect_later(partial(_connect_child, parent, trunk, child, members, name))
+    return child.handle
+
+
+def _connect_child(
+    parent: Comm, trunk: Transport | None, child: Comm, members: Sequence[int], name: str, call: str
+) -> None:
+    def check() -> None:
+        if child.failure is not None:
+            raise child.failure
+        if trunk is None:
+            parent.check_ranks(members, call)
+
+    assert child.rendezvous is not None
+    if trunk is None:
+        _join_and_connect(child, child.rendezvous, child.timeout, call, check, parent.local)
+        return
+    branch = Branch(trunk, members, name, child.activity, child.timeout, check)
+    child.set_transport(branch)
+    child.mark_initialized(agree(call, child.rank, branch, child.activity, True, True))
+
+
+def connect_rma(comm: Comm) -> None:
+    """Let a communicator without sockets open those for one-sided operations. Collective."""
+    transport = comm.transport
+    if isinstance(transport, Branch) and transport.needs_rma:
+        assert comm.rendezvous is not None
+        channels, _ = _connections(comm, comm.rendezvous.child("rma"), comm.timeout, "ncclCommWindowRegister")
+        transport.set_rma(channels)
 
 
 # From an existing communicator and new ranks

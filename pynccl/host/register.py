@@ -14,6 +14,7 @@ from .algorithms import WINDOW, gather_rows
 from .comm import Comm
 from .exports import export
 from .failure import invalid_argument, invalid_usage
+from .init import connect_rma
 from .rma import rma_of
 
 _allocated: dict[int, mmap.mmap] = {}
@@ -115,6 +116,7 @@ def _exchange_windows(comm: Comm, ticket: int, number: int, address: int, size: 
     rma = rma_of(comm)
     rma.window(name, number).sizes = sizes
     if comm.peers:
+        connect_rma(comm)
         rma.listen()
 
 

@@ -15,6 +15,7 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ..admission import KEY_VARIABLE, ClientHandshake, HandshakeError, job_key, sign
@@ -117,8 +118,10 @@ class Rendezvous(NamedTuple):
             return contextlib.nullcontext(self.store)
         return contextlib.closing(Client(*self.store, deadline))
 
-    def wait(self, timeout: float, function: str, rank: int, size: int, endpoint: str) -> list[str]:
-        """Wait until all ranks have joined, and return their endpoints.
+    def wait(
+        self, timeout: float, function: str, rank: int, size: int, endpoint: str, check: Callable[[], None]
+    ) -> list[str]:
+        """Wait until all ranks have joined, and return their endpoints.   check: raises if waiting is pointless
 
         Meanwhile the process's last error names the missing ranks. If the ranks contradict each other, all of them get
         ncclInvalidUsage.
@@ -145,6 +148,7 @@ class Rendezvous(NamedTuple):
                 last_error.text = f"{call} still waits for ranks {missing}"
                 if time.monotonic() > deadline:
                     raise HostFailure(Result.SYSTEM_ERROR, f"{last_error.text} after {timeout:g} s")
+                check()
                 if exiting.wait(pause):
                     raise HostFailure(Result.SYSTEM_ERROR, f"{last_error.text} as the process exits")
                 pause = min(2 * pause, 0.02)

@@ -46,6 +46,7 @@ _TOKEN_AT = 512
 _HEADERS_AT = 1024
 _CHANNELS_AT = 4096
 _CHANNEL_BYTES = MESSAGE_SLOTS * MESSAGE_BYTES
+_MIN_SLOT_BYTES = 64 << 10
 _NAME = "pynccl"
 _SHARED, _READ_WRITE = 0x01, 0x1 | 0x2
 
@@ -122,11 +123,18 @@ class OwnSegment(Segment):
         memoryview(mapping.bytes).cast("B")[_TOKEN_AT : _TOKEN_AT + TOKEN_BYTES] = os.urandom(TOKEN_BYTES)
         super().__init__(mapping, layout)
         self._reserved: set[int] = set()  # offsets of the parts allocated later
+        self._slot_bytes = 0  # allocated of each slot
         self.nbytes = layout.slots_at  # allocated so far
 
-    def reserve_slots(self) -> None:
-        """Allocate the slots. Raises HostFailure, which states the size, if memory is lacking."""
-        self._reserve_once(self.layout.slots_at, SLOTS * SLOT_BYTES)
+    def reserve_slots(self, nbytes: int) -> int:
+        """Allocate the first `nbytes` of every slot, or some more; return how many each has now.
+
+        Raises HostFailure, which states the size, if memory is lacking."""
+        had, needed = self._slot_bytes, min(max(1 << (nbytes - 1).bit_length(), _MIN_SLOT_BYTES), SLOT_BYTES)
+        for i in range(SLOTS):
+            self._reserve_once(self.layout.slots_at + i * SLOT_BYTES + had, needed - had)
+        self._slot_bytes = needed
+        return needed
 
     def reserve_channel(self, peer: int) -> None:
         """Allocate the slots of the channel to a peer, like `reserve_slots`."""

@@ -71,7 +71,7 @@ class SharedMemory:
             peer: RecvChannel(own, rank, segments[peer], peer, doorbell, partial(_unexpected, rank, activity, peer))
             for peer in self.peers
         }
-        self.reserved = False  # whether the slots have memory
+        self.reserved = 0  # bytes of each slot that have memory
         self._step = 0
         self._header, self._last_text = b"", bytes(TEXT_BYTES)
         self._history = 0
@@ -122,10 +122,9 @@ class SharedMemory:
                 if self.segments[peer].headers[slot][:_COMPARED] != mine:
                     raise self._mismatch(peer, bytes(self.segments[peer].headers[slot]))
 
-    def reserve(self) -> None:
-        """Allocate the memory of the slots."""
-        self._own.reserve_slots()
-        self.reserved = True
+    def reserve(self, nbytes: int) -> None:
+        """Allocate memory for `nbytes` in each slot."""
+        self.reserved = self._own.reserve_slots(nbytes)
 
     # Messages
 

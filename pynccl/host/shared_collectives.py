@@ -46,9 +46,9 @@ def exchange(
     per_peer: a slot has one block per peer, instead of one block for all peers. `per_peer` and `max_nbytes` are equal
     on all ranks."""
     me, blocks = shared.rank, len(shared.peers) if per_peer else 1
-    if not shared.reserved:
-        shared.reserve()
     stride, chunks = split_chunks(max_nbytes, SLOT_BYTES // blocks)
+    if stride * blocks > shared.reserved:
+        shared.reserve(stride * blocks)
     outgoing = [
         (block_index(me, peer) * stride if per_peer else 0, *block)
         for peer, *block in (sends if per_peer else sends[:1])

@@ -6,14 +6,12 @@ an error on all ranks with the reason), or "sockets". "gloo" is an alias of "soc
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from typing import Any
 
 from ..bindings.abi import Result
 from . import futex
-from .connection import TEXT_BYTES, Form, Label
 from .failure import HostFailure, invalid_argument
 from .segment import MAX_RANKS, OwnSegment, Segment, open_segment
 from .shared import SharedMemory
@@ -23,7 +21,6 @@ from .watchdog import Activity
 VARIABLE = "PYNCCL_HOST_TRANSPORT"
 _AUTO, _MEMORY, _SOCKETS = "auto", "shm", "sockets"
 _MODES = {_AUTO: _AUTO, _MEMORY: _MEMORY, _SOCKETS: _SOCKETS, "gloo": _SOCKETS}
-_ROW_BYTES = 2048
 _MAX_TEXT = 200  # in characters, which may take six bytes each
 
 
@@ -35,11 +32,14 @@ def requested_transport() -> str:
     return _MODES[text]
 
 
-def agree(name: str, rank: int, transport: Transport, activity: Activity, local: bool) -> SharedMemory | None:
+def agree(
+    name: str, rank: int, transport: Transport, activity: Activity, local: bool, required: bool = False
+) -> SharedMemory | None:
     """Agree with all peers on the transport; return the shared memory, or None for sockets.
 
-    name: of the function that creates the communicator. local: all ranks are on this node. Raises HostFailure, with
-    the same text on all ranks, if the requested transport is unavailable, and TransportFailure if a peer is lost."""
+    name: of the function that creates the communicator. local: all ranks are on this node. required: sockets will not
+    do. Raises HostFailure, with the same text on all ranks, if the transport is unavailable, and TransportFailure if a
+    peer is lost."""
     activity.begin(lambda: name)
     row: dict[str, Any] = {"wants": _SOCKETS, "wrong": "", "why": "", "pid": os.getpid()}
     own: OwnSegment | None = None
@@ -56,47 +56,32 @@ def agree(name: str, rank: int, transport: Transport, activity: Activity, local:
         row["why"] = _error_text(error)
     if own is not None:
         row |= {"fd": own.fd, "token": own.token.hex()}
-    rows = _exchange_rows(transport, rank, row, 1)
-    if not _decide(name, rows) or own is None:
+    rows = transport.exchange_rows(row, 1)
+    if not _decide(name, rows, required) or own is None:
         return None
     segments, why = _open_all(rank, own, rows)
-    rows = _exchange_rows(transport, rank, {**row, "why": why}, 2)
-    if not _decide(name, rows):
+    rows = transport.exchange_rows({**row, "why": why}, 2)
+    if not _decide(name, rows, required):
         return None
     pids = [other["pid"] for other in rows]
     spin = len(set(pids)) == len(pids)  # ranks in one process would hold the GIL while spinning
     return SharedMemory(rank, segments, transport, activity, spin)
 
 
-def _exchange_rows(transport: Transport, rank: int, row: dict[str, Any], number: int) -> list[dict[str, Any]]:
-    """Exchange rows with all peers; return the rows of all ranks."""
-    mine = json.dumps(row).encode().ljust(_ROW_BYTES)
-    assert len(mine) == _ROW_BYTES
-    text = b"transport selection".ljust(TEXT_BYTES, b"\0")
-    label = Label(Form.COLLECTIVE, number, text)
-    theirs = {peer: bytearray(_ROW_BYTES) for peer in transport.peers}
-    sends = [(peer, memoryview(mine)) for peer in theirs]
-    transport.exchange(sends, [(peer, memoryview(data)) for peer, data in theirs.items()], label)
-    rows = {peer: json.loads(data) for peer, data in theirs.items()}
-    return [rows.get(peer, row) for peer in range(len(theirs) + 1)]
-
-
-def _decide(name: str, rows: Sequence[dict[str, Any]]) -> bool:
-    """Return whether all ranks can share memory. Raises HostFailure if they cannot and a rank requires it."""
+def _decide(name: str, rows: Sequence[dict[str, Any]], required: bool) -> bool:
+    """Return whether all ranks can share memory. Raises HostFailure if they cannot and it is required."""
     for rank, row in enumerate(rows):
         if row["wrong"]:
             raise invalid_argument(f"{name}: rank {rank}: {row['wrong']}")
     if all(row["wants"] != _SOCKETS and not row["why"] for row in rows):
         return True
     requiring = next((rank for rank, row in enumerate(rows) if row["wants"] == _MEMORY), None)
-    if requiring is None:
+    if requiring is None and not required:
         return False
     rank = next(rank for rank, row in enumerate(rows) if row["wants"] == _SOCKETS or row["why"])
     why = rows[rank]["why"] or f"it has {VARIABLE}={_SOCKETS}"
-    raise HostFailure(
-        Result.SYSTEM_ERROR,
-        f"{name}: rank {requiring} has {VARIABLE}={_MEMORY}, but rank {rank} cannot share memory: {why}",
-    )
+    need = f"rank {requiring} has {VARIABLE}={_MEMORY}" if requiring is not None else "the ranks opened no sockets"
+    raise HostFailure(Result.SYSTEM_ERROR, f"{name}: {need}, but rank {rank} cannot share memory: {why}")
 
 
 def _open_all(rank: int, own: OwnSegment, rows: Sequence[dict[str, Any]]) -> tuple[list[Segment], str]:

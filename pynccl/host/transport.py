@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import select
 import socket
@@ -26,7 +27,7 @@ from typing import Any
 
 from ..bindings.resource import destructor
 from .connect import Channels
-from .connection import FAIL, FINALIZE, HEAD_BYTES, STATUS, Connection, Form, Label, Transfer
+from .connection import FAIL, FINALIZE, HEAD_BYTES, STATUS, TEXT_BYTES, Branches, Connection, Form, Label, Transfer
 from .failure import TransportFailure, by_signal, invalid_argument, last_error
 from .watchdog import Activity, culprit_of, disagreement, mismatch, timed_out
 
@@ -35,6 +36,7 @@ _STALL_SECONDS = 0.5
 _GRACE_SECONDS = 0.4  # data that a peer sent before it failed may still complete the operation
 _REASON_SECONDS = 0.4
 _NOTHING = memoryview(b"")
+_ROW_BYTES = 2048
 
 
 class Transport:
@@ -45,6 +47,7 @@ class Transport:
         """activity: the current call of this rank, for error messages. timeout: in seconds, for every wait."""
         self._rank = rank
         self._connections = {peer: Connection(peer, ends) for peer, ends in sorted(channels.items())}
+        self.branches = Branches()
         self._activity = activity
         self.timeout = timeout
         self._broken: TransportFailure | None = None
@@ -53,15 +56,19 @@ class Transport:
         self._epoll.register(self._wake, select.EPOLLIN)
         self._by_fd: dict[int, tuple[Connection, bool]] = {}
         self._control_lock = threading.RLock()
-        limit = struct.pack("ll", int(min(timeout, 1e9)), int(timeout % 1 * 1e6))  # a timeval
         for connection in self._connections.values():
             edges = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET
             for sock, is_data in ((connection.data, True), (connection.control, False)):
                 sock.setblocking(False)
                 self._by_fd[sock.fileno()] = connection, is_data
                 self._epoll.register(sock.fileno(), edges if is_data else edges & ~select.EPOLLOUT)
-            connection.rma.setblocking(True)
-            connection.rma.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+            connection.branches = self.branches
+            self._limit_rma(connection.rma)
+
+    def _limit_rma(self, sock: socket.socket) -> None:
+        sock.setblocking(True)
+        limit = struct.pack("ll", int(min(self.timeout, 1e9)), int(self.timeout % 1 * 1e6))  # a timeval
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
     @property
     def peers(self) -> Sequence[int]:
@@ -102,6 +109,18 @@ class Transport:
         transfers = [self.send(peer, data, label) for peer, data in sends]
         transfers += [self.recv(peer, data, label) for peer, data in recvs]
         self.wait(transfers)
+
+    def exchange_rows(self, row: dict[str, Any], number: int) -> list[dict[str, Any]]:
+        """Exchange rows with all peers, before the first operation; return the rows of all ranks."""
+        mine = json.dumps(row).encode().ljust(_ROW_BYTES)
+        assert len(mine) == _ROW_BYTES
+        text = b"transport selection".ljust(TEXT_BYTES, b"\0")
+        label = Label(Form.COLLECTIVE, number, text)
+        theirs = {peer: bytearray(_ROW_BYTES) for peer in self.peers}
+        sends = [(peer, memoryview(mine)) for peer in theirs]
+        self.exchange(sends, [(peer, memoryview(data)) for peer, data in theirs.items()], label)
+        rows = {peer: json.loads(data) for peer, data in theirs.items()}
+        return [rows.get(peer, row) for peer in range(len(theirs) + 1)]
 
     def _push(self, connection: Connection) -> None:
         """Send as much as the socket accepts without blocking."""
@@ -237,6 +256,14 @@ class Transport:
         self.read_control()
         self._check_peers(0.0)
 
+    def lost(self, ranks: Iterable[int]) -> str:
+        """Return which of these ranks has ended, and why; one that failed may live. "": none. From any thread."""
+        self.read_control()
+        for connection in (self._connections[rank] for rank in ranks if rank != self._rank):
+            if connection.closed:
+                return f"lost rank {connection.peer}: {connection.closed}"
+        return ""
+
     def _check_peers(self, grace: float) -> None:
         now = time.monotonic()
         for connection in self._connections.values():
@@ -320,11 +347,10 @@ class Transport:
         with self._control_lock:
             for connection in self._connections.values():
                 connection.send_control([FAIL, dict(failure)])
-                for sock, how in (
-                    (connection.control, socket.SHUT_WR),
-                    (connection.data, socket.SHUT_RDWR),
-                    (connection.rma, socket.SHUT_RDWR),
-                ):
+                ends = [(connection.data, socket.SHUT_RDWR), (connection.rma, socket.SHUT_RDWR)]
+                if not self.branches.connections:  # these still use it
+                    ends.append((connection.control, socket.SHUT_WR))
+                for sock, how in ends:
                     with contextlib.suppress(OSError):
                         sock.shutdown(how)
         with contextlib.suppress(OSError, ValueError):

@@ -12,8 +12,12 @@ gloo or NCCL. For the details of each call and the differences see docs/torch_ba
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
+import torch
+
+from ..bindings.library import host_module
 from ..bootstrap import stores
 from ..bootstrap.env import agent_serves
 from ..comm.communicator import Communicator
@@ -31,8 +35,10 @@ def _make(opts: Any, backend_options: Any = None) -> PyncclBackend:
     if not ranks and (flight_recorder := recorder()) is not None and flight_recorder.head.rank < 0:
         flight_recorder.head.rank = rank  # for messages: RANK is not set
     serves = (ranks[rank] if ranks else rank) == 0 and not agent_serves()
+    default = c10d.default_backend() if ranks else None
     try:
-        return PyncclBackend(opts.store, rank, opts.group_size, opts.timeout, name, ranks, serves)
+        default = default if isinstance(default, PyncclBackend) else None
+        return PyncclBackend(opts.store, rank, opts.group_size, opts.timeout, name, ranks, serves, default)
     except BaseException:
         if not ranks:  # the next init_process_group must have the same name on ranks that did not try this one
             c10d.name_groups_anew()
@@ -50,5 +56,7 @@ def _own_communicator(group: Any) -> Communicator | None:
     return backend.communicator() if isinstance(backend, PyncclBackend) else None
 
 
+if torch.version.cuda is None or os.environ.get("PYNCCL_LIBRARY") == "host":
+    host_module()  # now, not in init_process_group
 register()
 stores.own_communicators.append(_own_communicator)

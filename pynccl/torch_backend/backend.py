@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,11 +17,12 @@ from ..bindings.errors import NcclError
 from ..bindings.library import host_module, load
 from ..bindings.structs import CommConfig
 from ..bindings.workers import Clock
-from ..bootstrap.join import init_at, meet
+from ..bootstrap.join import init_at, make_child, meet
 from ..bootstrap.rendezvous import Rendezvous
 from ..comm.base import explained
 from ..comm.communicator import Communicator
 from ..watch.store import Prefixed
+from ..watch.track import uid_of
 from . import c10d
 from .collectives import Collectives
 from .messages import Channel
@@ -42,6 +43,7 @@ class PyncclBackend(Collectives):
     communicator(kind)  the communicator for "cpu" or "cuda"; the first call for each is collective
     ranks               global rank of each rank; (): all ranks of the launch
     serves              whether this process serves the store
+    default             the default group, which a new group is made from without meeting; None: the ranks meet
     """
 
     def __init__(
@@ -53,11 +55,11 @@ class PyncclBackend(Collectives):
         name: str,
         ranks: Sequence[int] = (),
         serves: bool = False,
+        default: PyncclBackend | None = None,
     ) -> None:
         super().__init__(rank, size)
         self._serves, self._ranks = serves, list(ranks or range(size))
         self._title, self._store, self._timeout = name, store, timeout
-        self._own_store = self._meet(store)
         self._lanes: dict[str, Lane] = {}
         self._channels: dict[tuple[int, int, str], Channel] = {}
         self._making = threading.RLock()
@@ -65,18 +67,31 @@ class PyncclBackend(Collectives):
         on_gpu = torch.cuda.is_available() and os.environ.get("PYNCCL_LIBRARY") != "host"
         self._kind = "cuda" if on_gpu else "cpu"  # of tensors, unless they are there to tell
         self._batch: tuple[list[torch.Tensor], list[Call], list[Copy]] | None = None
-        if self._kind == "cpu":
-            self._lane(torch.device("cpu"))  # early, so that missing ranks are reported here
+        self._children: Counter[str] = Counter()  # groups made from this one, by name and ranks
+        self._make_child: Callable[[Sequence[int], str], int] | None = None
+        self._default = default or self
+        # A store for this group alone: after destroy_process_group torch uses the names of its groups again, when a
+        # send or recv of the destroyed group may still wait for its peer.
+        self._name = ""
+        if default is not None:
+            key = uid_of(name, *map(str, self._ranks))
+            default._children[key] += 1
+            self._name = f"{key}-{default._children[key]}"
+            self._own_store: Any = Prefixed(default._own_store, f"{self._name}/")
+        else:
+            self._own_store = self._meet(store)
         _open.add(self)
 
     def _meet(self, store: Any) -> Any:
-        """Wait for the ranks of the group. Return a store for this group alone: after destroy_process_group torch uses
-        the names of its groups again, when a send or recv of the destroyed group may still wait for its peer."""
+        """Wait for the ranks of the group, and connect those for CPU tensors. Return the store of the group."""
         if self.size() == 1:  # torch can make several such groups on different ranks, with the same store prefix
             store = HashStore()
-        store, clock = PrefixStore("pynccl/group", store), Clock(self._timeout.total_seconds())
-        rendezvous = Rendezvous(store, self.rank(), self.size(), clock, _SERVER, _DUPLICATE_HINT, ranks=self._ranks)
-        return meet(rendezvous, CommConfig(comm_name=self._title))
+        rendezvous = self._rendezvous(PrefixStore("pynccl/group", store), range(self.size()))
+        if self._kind == "cuda":
+            return meet(rendezvous, CommConfig(comm_name=self._title))
+        self._lanes["cpu"] = Lane(self._connect(torch.device("cpu"), rendezvous, self._title))
+        self._make_child = host_module().maker_of_children(self._lanes["cpu"].comm.handle)
+        return rendezvous.store
 
     def communicator(self, kind: str = "") -> Communicator:
         """Return the group's communicator for tensors on "cpu" or "cuda"; "": the GPU's if torch can use one."""
@@ -87,20 +102,36 @@ class PyncclBackend(Collectives):
             return found
         with self._making:
             if device.type not in self._lanes:
-                store = Prefixed(self._own_store, f"{device.type}/")
-                self._lanes[device.type] = Lane(self._connect(device, store, self._title, range(self.size())))
+                self._lanes[device.type] = Lane(self._communicator(device, self._title, "", range(self.size())))
             return self._lanes[device.type]
 
-    def _connect(self, device: torch.device, store: Any, name: str, members: Sequence[int]) -> Communicator:
-        """Make the communicator of these ranks of the group, in this order."""
-        rank, size, ranks = members.index(self.rank()), len(members), [self._ranks[member] for member in members]
+    def _communicator(self, device: torch.device, title: str, key: str, members: Sequence[int]) -> Communicator:
+        """Make the communicator of these ranks of the group, in this order. For CPU tensors it takes no time: the ranks
+        connect at its first call.   key: names it within the group"""
         if device.type not in ("cpu", "cuda"):
             raise ValueError(f"the tensor is on {device}, expected cpu or cuda")
+        default = self._default
+        if device.type == "cuda" or default._make_child is None:
+            return self._connect(device, self._rendezvous(self._own_store, members, f"{device.type}/{key}"), title)
+        ranks = [default._ranks.index(self._ranks[member]) for member in members]
+        parent, name = default._lanes["cpu"].comm, f"{self._name}/{key}"
+        comm = make_child(parent, default._make_child, ranks, name, CommConfig(comm_name=title))
+        self._limit(comm)
+        return comm
+
+    def _rendezvous(self, store: Any, members: Sequence[int], prefix: str = "") -> Rendezvous:
+        rank, ranks, clock = members.index(self.rank()), [self._ranks[i] for i in members], self._clock()
+        store = Prefixed(store, prefix) if prefix else store
+        return Rendezvous(store, rank, len(members), clock, _SERVER, _DUPLICATE_HINT, ranks=ranks)
+
+    def _clock(self) -> Clock:
+        return Clock(self._timeout.total_seconds())
+
+    def _connect(self, device: torch.device, rendezvous: Rendezvous, title: str) -> Communicator:
+        """Make a communicator with the ranks that meet there."""
         library = load("host") if device.type == "cpu" else load()
-        config = CommConfig(comm_name=name) if library.is_host or library.version >= _NAMED_SINCE else None
-        clock, where = Clock(self._timeout.total_seconds()), None if library.is_host else device
-        rendezvous = Rendezvous(store, rank, size, clock, _SERVER, _DUPLICATE_HINT, ranks=ranks)
-        comm = init_at(rendezvous, library, where, None, config, self._serves)
+        config = CommConfig(comm_name=title) if library.is_host or library.version >= _NAMED_SINCE else None
+        comm = init_at(rendezvous, library, None if library.is_host else device, None, config, self._serves)
         self._limit(comm)
         return comm
 
@@ -173,17 +204,19 @@ class PyncclBackend(Collectives):
         key = (sender, receiver, device.type)
         with self._making:
             if key not in self._channels:
-                store = Prefixed(self._own_store, f"{device.type}/{sender}-{receiver}/")
-                pair = (sender, receiver)
-                source, target = (self._ranks[rank] for rank in pair)
+                source, target = self._ranks[sender], self._ranks[receiver]
                 name = f"rank {source} to rank {target}, messages of {self._title}"
-                connect = partial(self._connect, device, store, name, pair)
+                prefix = f"{device.type}/{sender}-{receiver}/"
+
+                def connect() -> Communicator:
+                    return self._connect(device, self._rendezvous(self._own_store, (sender, receiver), prefix), name)
+
                 self._channels[key] = Channel(self.rank() == sender, source, target, connect, self._check)
             return self._channels[key]
 
     def _check(self) -> None:
-        """Raise the error of a communicator of the group, if one has failed."""
-        for lane in list(self._lanes.values()):
+        """Raise the error of a communicator of the group or of the default group, if one has failed."""
+        for lane in [*self._lanes.values(), *self._default._lanes.values()]:
             try:
                 lane.comm.check_async_error()
             except NcclError as error:
@@ -213,7 +246,8 @@ class PyncclBackend(Collectives):
             return None
         name = getattr(opts, "group_name", "") or f"{self._title}.split"
         members = [self._ranks[rank] for rank in ranks]
-        return PyncclBackend(store, list(ranks).index(self.rank()), len(ranks), self._timeout, name, members)
+        rank, default = list(ranks).index(self.rank()), self._default
+        return PyncclBackend(store, rank, len(ranks), self._timeout, name, members, False, default)
 
     def eager_connect_single_device(self, device: torch.device | None) -> None:
         if device is not None:

@@ -74,6 +74,11 @@ def backend_of(group: Any, kind: str) -> Any:
         return None
 
 
+def default_backend() -> Any:
+    """Return the backend of the default process group for CPU tensors; None: there is none."""
+    return backend_of(dist.group.WORLD, "cpu") if dist.is_initialized() else None
+
+
 _NAMES = {kind: name for name, kind in vars(c10d.ReduceOp.RedOpType).items() if name.isupper()}
 
 
