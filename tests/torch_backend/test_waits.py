@@ -80,7 +80,8 @@ def later_recv(of: Group) -> None:
 
 
 def new_group(of: Group) -> None:
-    dist.new_group([WAITING, MISSING], use_local_synchronization=True)  # new_group
+    group = dist.new_group([WAITING, MISSING], use_local_synchronization=True)
+    dist.all_reduce(torch.ones(2), group=group)  # new_group
 
 
 def second_init(of: Group) -> None:
@@ -119,7 +120,7 @@ CASES: dict[Callable[[Group], None], str] = {
     irecv_in_group: NEVER.format("init", "rank 2 to rank 1, messages of group {group}", 2, "{line}"),
     isend_in_group: NEVER.format("init", "rank 1 to rank 2, messages of group {group}", 2, "{line}"),
     later_recv: "rank 2 never called send to rank 1; rank 1 has waited ",
-    new_group: "rank 2 never entered init (comm 'group ",
+    new_group: "rank 2 never entered all_reduce #1 (comm 'group ",
     second_init: NEVER.format("init", "second", 2, "{line}"),
     split: NEVER.format("split #1", "group {group}", 2, "{line}"),
     shrink: NEVER.format("shrink", "world", 3, "{line}"),
