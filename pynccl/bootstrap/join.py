@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ..bindings import share_gpu
 from ..bindings.abi import UniqueId
 from ..bindings.errors import NcclError, NcclRemoteError, NcclTimeout
-from ..bindings.library import Library, chosen, gpu_count
+from ..bindings.library import Library, chosen, gpu_count, host_module
 from ..bindings.structs import CommConfig, struct_of
 from ..bindings.values import INT_MAX, counted, integer
 from ..bindings.workers import Clock
@@ -80,23 +80,23 @@ def init_at(
     return comm
 
 
-def make_child(
-    parent: Communicator,
-    make: Callable[[Sequence[int], str], int],
-    members: Sequence[int],
-    name: str,
-    config: CommConfig,
-) -> Communicator:
-    """Return a communicator of these ranks of `parent`, in this order, which connect at its first call.
+def maker_of_children(parent: Communicator) -> Callable[[Sequence[int], str, CommConfig], Communicator]:
+    """Return a function that makes communicators of ranks of `parent`, one of the host library, also after it has ended:
+    make(members, name, config). Rank i is members[i]; they connect at the first call.
 
-    make  from host.maker_of_children, of the parent
     name  used once, equal on all members"""
-    own, track = parent._track, None
-    if own is not None:
-        ranks = [own.ranks[rank] for rank in members] if own.ranks else list(members)
-        identity = Identity(uid_of(own.uid, name), comm_name(config, "child"), own.uid)
-        track = new_track(identity, members.index(parent.rank), len(members), ranks)
-    return Communicator(make(members, name), parent.library, parent.timeout, config, track)
+    make = host_module().maker_of_children(parent.handle)
+    own, rank, library, timeout = parent._track, parent.rank, parent.library, parent.timeout
+
+    def child(members: Sequence[int], name: str, config: CommConfig) -> Communicator:
+        track = None
+        if own is not None:
+            identity = Identity(uid_of(own.uid, name), comm_name(config, "child"), own.uid)
+            ranks = [own.ranks[member] for member in members] if own.ranks else list(members)
+            track = new_track(identity, members.index(rank), len(members), ranks)
+        return Communicator(make(members, name), library, timeout, config, track)
+
+    return child
 
 
 def meet(rendezvous: Rendezvous, config: CommConfig | None) -> Any:

@@ -17,7 +17,7 @@ from ..bindings.errors import NcclError
 from ..bindings.library import host_module, load
 from ..bindings.structs import CommConfig
 from ..bindings.workers import Clock
-from ..bootstrap.join import init_at, make_child, meet
+from ..bootstrap.join import init_at, maker_of_children, meet
 from ..bootstrap.rendezvous import Rendezvous
 from ..comm.base import explained
 from ..comm.communicator import Communicator
@@ -68,16 +68,16 @@ class PyncclBackend(Collectives):
         self._kind = "cuda" if on_gpu else "cpu"  # of tensors, unless they are there to tell
         self._batch: tuple[list[torch.Tensor], list[Call], list[Copy]] | None = None
         self._children: Counter[str] = Counter()  # groups made from this one, by name and ranks
-        self._make_child: Callable[[Sequence[int], str], int] | None = None
+        self._make_child: Callable[[Sequence[int], str, CommConfig], Communicator] | None = None
         self._default = default or self
         # A store for this group alone: after destroy_process_group torch uses the names of its groups again, when a
         # send or recv of the destroyed group may still wait for its peer.
-        self._name = ""
+        self._path = ""
         if default is not None:
             key = uid_of(name, *map(str, self._ranks))
             default._children[key] += 1
-            self._name = f"{key}-{default._children[key]}"
-            self._own_store: Any = Prefixed(default._own_store, f"{self._name}/")
+            self._path = f"{key}-{default._children[key]}"
+            self._own_store: Any = Prefixed(default._own_store, f"{self._path}/")
         else:
             self._own_store = self._meet(store)
         _open.add(self)
@@ -90,7 +90,7 @@ class PyncclBackend(Collectives):
         if self._kind == "cuda":
             return meet(rendezvous, CommConfig(comm_name=self._title))
         self._lanes["cpu"] = Lane(self._connect(torch.device("cpu"), rendezvous, self._title))
-        self._make_child = host_module().maker_of_children(self._lanes["cpu"].comm.handle)
+        self._make_child = maker_of_children(self._lanes["cpu"].comm)
         return rendezvous.store
 
     def communicator(self, kind: str = "") -> Communicator:
@@ -114,8 +114,7 @@ class PyncclBackend(Collectives):
         if device.type == "cuda" or default._make_child is None:
             return self._connect(device, self._rendezvous(self._own_store, members, f"{device.type}/{key}"), title)
         ranks = [default._ranks.index(self._ranks[member]) for member in members]
-        parent, name = default._lanes["cpu"].comm, f"{self._name}/{key}"
-        comm = make_child(parent, default._make_child, ranks, name, CommConfig(comm_name=title))
+        comm = default._make_child(ranks, f"{self._path}/{key}", CommConfig(comm_name=title))
         self._limit(comm)
         return comm
 
