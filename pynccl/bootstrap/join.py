@@ -81,10 +81,10 @@ def init_at(
 
 
 def maker_of_children(parent: Communicator) -> Callable[[Sequence[int], str, CommConfig], Communicator]:
-    """Return a function that makes communicators of ranks of `parent`, one of the host library, also after it has ended:
-    make(members, name, config). Rank i is members[i]; they connect at the first call.
+    """Return a function that makes communicators of ranks of `parent`, one of the host library, even once it has ended.
 
-    name  used once, equal on all members"""
+    make(members, name, config): rank i is members[i]; name is used once, and equal on all of them. They connect at the
+    first call."""
     make = host_module().maker_of_children(parent.handle)
     own, rank, library, timeout = parent._track, parent.rank, parent.library, parent.timeout
 
