@@ -206,7 +206,8 @@ def main() -> None:
             lines = [[section, *head], *(row.cells(1.0 if section == "memory" else 1e6) for row in found)]
             print(f"\n{columns(lines, options.markdown)}", flush=True)
             rows += found
-    print(f"\n{summary(rows)}")
+    if rows:  # one rank has no messages
+        print(f"\n{summary(rows)}")
 
 
 if __name__ == "__main__":
