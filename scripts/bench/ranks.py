@@ -63,7 +63,7 @@ def _run(rank: int, ranks: int, device: str, folder: str, fn: Callable[..., Any]
 
 def prepare(rank: int, ranks: int, device: str = "cpu") -> torch.device:
     """Set the environment of this rank's process and return its device."""
-    for name in (LINK, "PYNCCL_CHECK", "PYNCCL_TRACE", "PYNCCL_LIBRARY"):
+    for name in (LINK, "PYNCCL_CHECK", "PYNCCL_TRACE"):
         os.environ.pop(name, None)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames functional collectives

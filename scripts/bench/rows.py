@@ -31,19 +31,16 @@ class Side(NamedTuple):
     group: Any
     device: torch.device
 
-    def buffers(self, nbytes: int, blocks: int = 0) -> list[torch.Tensor]:
-        """Return a buffer of `nbytes` and two of `blocks` such blocks (0: one for each rank), all zero.
-
-        So repeated sums stay finite. fill_ writes the memory, which torch.zeros does not.
-        """
-        sizes = (1, blocks or self.group.size(), blocks or self.group.size())
-        return [torch.empty(n * max(nbytes // 4, 1), device=self.device).fill_(0) for n in sizes]
+    def zeros(self, nbytes: int, blocks: int = 1) -> torch.Tensor:
+        """Return blocks of `nbytes`. Repeated sums of zeros stay finite; fill_ writes them, torch.zeros does not."""
+        return torch.empty(blocks * max(nbytes // 4, 1), device=self.device).fill_(0)
 
 
 def synchronous(side: Side, nbytes: int) -> dict[str, Callable[..., Any]]:
     """Return torch's collectives, which take async_op."""
-    shard, full, other = side.buffers(nbytes)
-    blocks, others = ([*x.chunk(side.group.size())] for x in (full, other))
+    ranks = side.group.size()
+    shard, full, other = (side.zeros(nbytes, blocks) for blocks in (1, ranks, ranks))
+    blocks, others = ([*x.chunk(ranks)] for x in (full, other))
     of_root = blocks if side.group.rank() == 0 else None
     arguments: dict[str, tuple[Any, ...]] = {
         "all_reduce": (shard,),
@@ -85,8 +82,7 @@ def messages(side: Side, nbytes: int) -> dict[str, Call]:
     rank, ranks, group = side.group.rank(), side.group.size(), side.group
     if ranks == 1:
         return {}
-    x, y, _ = side.buffers(nbytes, MANY)
-    received = y.chunk(MANY)
+    x, *received = (side.zeros(nbytes) for _ in range(1 + MANY))
     isend = partial(dist.isend, x, (rank + 1) % ranks, group)
     irecvs = [partial(dist.irecv, part, (rank - 1) % ranks, group) for part in received]
 
@@ -109,7 +105,7 @@ def messages(side: Side, nbytes: int) -> dict[str, Call]:
 
 def small(side: Side, _: int) -> dict[str, Call]:
     payload, found = bytes(1024), [None] * side.group.size()
-    shard, full, _other = side.buffers(4096)
+    shard, full = side.zeros(4096), side.zeros(4096, side.group.size())
     return {
         "barrier": partial(dist.barrier, side.group),
         "all_gather_object, 1 KB": partial(dist.all_gather_object, found, payload, side.group),
@@ -159,7 +155,7 @@ def step_of(model: nn.Module, x: torch.Tensor, result: Callable[[Any], torch.Ten
 
 def groups(side: Side, _: int) -> dict[str, Call]:
     """Return generators for `middle`: the second of their steps, on a list of groups, is timed."""
-    x, ranks = side.buffers(16)[0], side.group.size()
+    x, ranks = side.zeros(16), side.group.size()
 
     def cycle(*steps: Callable[..., Any]) -> Iterator[None]:
         made: list[Any] = []
@@ -203,7 +199,8 @@ def groups(side: Side, _: int) -> dict[str, Call]:
 
 def binding(side: Side, nbytes: int) -> dict[str, Call]:
     """Return pynccl.Communicator's methods, and for another backend the same calls of torch.distributed."""
-    shard, full, other = side.buffers(nbytes)
+    comm = pynccl.Communicator.from_process_group(side.group) if side.backend == OURS else None
+    shard, full, other = (side.zeros(nbytes, blocks) for blocks in (1, side.group.size(), side.group.size()))
     theirs = synchronous(side, nbytes)
     table = {
         "all_reduce": ("all_reduce", shard, shard),
@@ -215,19 +212,15 @@ def binding(side: Side, nbytes: int) -> dict[str, Call]:
         "scatter": ("scatter", full, shard),
         "all_to_all": ("all_to_all_single", full, other),
     }
-    found: dict[str, Call]
-    send: Callable[..., Any]
-    recv: Callable[..., Any]
-    if side.backend == OURS:
-        comm = pynccl.Communicator.from_process_group(side.group)
-        found = {method: partial(getattr(comm, method), *given) for method, (_, *given) in table.items()}
-        send, recv = partial(comm.send, shard), partial(comm.recv, shard)
-    else:
-        found = {method: theirs[name] for method, (name, *_) in table.items()}
-        send, recv = (partial(call, shard, group=side.group) for call in (dist.send, dist.recv))
+    found: dict[str, Call] = {
+        f"comm.{method}": partial(getattr(comm, method), *given) if comm else theirs[name]
+        for method, (name, *given) in table.items()
+    }
     if side.group.size() > 1:
-        found["send, recv"] = ping_pong(side, send, recv)
-    return {f"comm.{name}": call for name, call in found.items()}
+        group = {} if comm else {"group": side.group}
+        send, recv = (partial(getattr(comm or dist, name), shard, **group) for name in ("send", "recv"))
+        found["comm.send, recv"] = ping_pong(side, send, recv)
+    return found
 
 
 class Section(NamedTuple):

@@ -131,7 +131,7 @@ def test_a_row_is_slower_if_its_whole_interval_is_above_one() -> None:
     # the ratio is the median of the rounds' ratios, not the ratio of the medians
     paired = torch_backend.Row("reduce", 16, [1.0, 4.0, 100.0], [2.0, 2.0, 50.0])
     absent = torch_backend.Row("scatter", 16)
-    assert paired.ratio == (0.5, 0, math.inf) and absent.cells()[2:] == ["none", "", "", "", ""]
+    assert paired.ratio == (0.5, 0.0, math.inf) and absent.cells()[2:] == ["none", "", "", "", ""]
     last = torch_backend.summary([slower, unclear, paired, absent])
     assert last == "slowest: barrier 3.00; 1 of 4 rows are slower"
     assert torch_backend.summary([slower, paired]) == "slowest: all_reduce, 4,096 bytes 2.00; 1 of 2 rows are slower"
