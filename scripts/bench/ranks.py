@@ -1,11 +1,14 @@
-"""Shared by the benchmarks on rank processes: starting ranks, simulated links, timing, tables, and the environment."""
+"""Shared by the benchmarks on rank processes: starting ranks, simulated links, timing, intervals, tables, machines."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import pickle
 import platform
+import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -25,30 +28,68 @@ from pynccl.tools import command
 
 Call = Callable[[], Any]
 LATENCY = 50e-6  # seconds per step of the simulated link
+SPIN = 2e-4  # seconds before an agreed start in which a rank does not sleep: waking up takes up to 0.1 ms
+SINGLE_CALLS = 5  # of which one_at_a_time takes the median
+CONFIDENCE = 0.95
 
 
-def run_ranks(ranks: int, fn: Callable[..., Any], *arguments: Any) -> Any:
-    """Run fn(rank, *arguments) on `ranks` processes and return rank 0's result. Raises FailedError if a rank fails."""
+def run_ranks(ranks: int, fn: Callable[..., Any], *arguments: Any, device: str = "cpu") -> Any:
+    """Run fn(rank, *arguments) on `ranks` processes and return rank 0's result. Raises FailedError if a rank fails.
+
+    The default process group is gloo's. With device "cuda" each rank has a current GPU, shared if there are too few.
+    """
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        try:  # fork avoids importing the modules again; it is safe since torch has started no threads here
-            start_processes(_run, (ranks, folder, fn, arguments), ranks, daemon=True, start_method="fork")
-        except ProcessException as error:
-            raise command.FailedError(str(error).strip()) from None
+        fork_ranks(ranks, _run, ranks, device, folder, fn, arguments)
         return pickle.loads(Path(folder, "found").read_bytes())
 
 
-def _run(rank: int, ranks: int, folder: str, fn: Callable[..., Any], arguments: Sequence[Any]) -> None:
-    for name in (LINK, "PYNCCL_CHECK", "PYNCCL_TRACE"):
-        os.environ.pop(name, None)
-    os.environ["PYNCCL_LIBRARY"] = "host"
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames functional collectives
+def fork_ranks(ranks: int, fn: Callable[..., Any], *arguments: Any) -> None:
+    """Run fn(rank, *arguments) on `ranks` processes without a process group. Raises FailedError if a rank fails."""
+    try:  # fork avoids importing the modules again; it is safe since torch has started no threads here
+        start_processes(fn, arguments, ranks, daemon=True, start_method="fork")
+    except ProcessException as error:
+        raise command.FailedError(str(error).strip()) from None
+
+
+def _run(rank: int, ranks: int, device: str, folder: str, fn: Callable[..., Any], arguments: Sequence[Any]) -> None:
+    prepare(rank, ranks, device)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     found = fn(rank, *arguments)
     if rank == 0:
         Path(folder, "found").write_bytes(pickle.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def prepare(rank: int, ranks: int, device: str = "cpu") -> torch.device:
+    """Set the environment of this rank's process and return its device."""
+    for name in (LINK, "PYNCCL_CHECK", "PYNCCL_TRACE"):
+        os.environ.pop(name, None)
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames functional collectives
+    if device == "cpu":
+        os.environ["PYNCCL_LIBRARY"] = "host"
+        return torch.device(device)
+    gpus = torch.cuda.device_count()
+    if ranks > gpus:  # NCCL, whoever loads it, reads the last three once in a process
+        os.environ["PYNCCL_SHARE_GPU"] = os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+        os.environ["NCCL_HOSTID"] = f"rank-{rank}"
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    torch.cuda.set_device(rank % gpus)
+    return torch.device(device, rank % gpus)
+
+
+@contextlib.contextmanager
+def busy(count: int) -> Iterator[None]:
+    """Run `count` processes that use a core each, until the block or this process ends."""
+    spin = f"import os\nwhile os.getppid() == {os.getpid()}: sum(range(100000))"
+    processes = [subprocess.Popen([sys.executable, "-c", spin]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 @contextlib.contextmanager
@@ -75,23 +116,49 @@ def link_for(seconds: float, steps: int, nbytes: float) -> str:
     return link_text(nbytes / max(seconds - steps * LATENCY, 1e-4))
 
 
+def latest(*values: float) -> list[float]:
+    """Return the maximum of each value over all ranks."""
+    found = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return [float(value) for value in found]
+
+
 def slowest(value: float) -> float:
     """Return the maximum over all ranks."""
-    found = torch.tensor([value], dtype=torch.float64)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return float(found)
+    return latest(value)[0]
 
 
 def measure(call: Call, batch: int = 1) -> float:
-    """Return seconds per call of a batch on the slowest rank.
+    """Return seconds per call of a batch, from when the last rank begins until the last one ends.
 
-    All ranks begin at an agreed time, since they leave a barrier one after the other.
+    All ranks begin at an agreed time, since they leave a barrier one after the other. On a GPU this is host time: the
+    work of earlier calls is waited for before the start, that of these calls is not.
     """
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
     start = slowest(time.perf_counter() + 0.001 + 0.0005 * dist.get_world_size())
-    time.sleep(max(start - time.perf_counter(), 0.0))
+    time.sleep(max(start - SPIN - time.perf_counter(), 0.0))
+    while (begin := time.perf_counter()) < start:
+        pass
     for _ in range(batch):
         call()
-    return slowest((time.perf_counter() - start) / batch)
+    begin, end = latest(begin, time.perf_counter())
+    return (end - begin) / batch
+
+
+def one_at_a_time(call: Call, batch: int = 1) -> float:
+    """Return the median seconds of a few single calls, each of which begins at an agreed time."""
+    return statistics.median(measure(call) for _ in range(SINGLE_CALLS))
+
+
+def middle(cycle: Callable[[], Iterator[None]], batch: int = 1) -> float:
+    """Return the seconds between the first two yields of a generator, which prepares before and cleans up after."""
+    parts = cycle()
+    next(parts)
+    seconds = measure(lambda: next(parts))
+    for _part in parts:
+        pass
+    return seconds
 
 
 def undisturbed(call: Call) -> float:
@@ -104,15 +171,31 @@ def undisturbed(call: Call) -> float:
     return found
 
 
-def rounds_of(calls: Mapping[str, Call], rounds: int, batch: int = 1) -> dict[str, list[float]]:
-    """Return seconds per call, one number per round. Each round runs all calls, starting with a different one."""
+def rounds_of(
+    calls: Mapping[str, Call], rounds: int, batch: int = 1, timer: Callable[[Call, int], float] = measure
+) -> dict[str, list[float]]:
+    """Return timer(call, batch), seconds, one number per round. Each round runs all calls, starting with a different
+    one."""
     names = list(calls)
     times: dict[str, list[float]] = {name: [] for name in names}
     for number in range(rounds):
         first = number % len(names)
         for name in names[first:] + names[:first]:
-            times[name].append(measure(calls[name], batch))
+            times[name].append(timer(calls[name], batch))
     return times
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return a 95% confidence interval of the median that holds for any distribution: two of the values in order.
+
+    The median lies below the k-th smallest of n values with the probability of fewer than k heads in n coins. Fewer
+    than 6 values say nothing about it: 0 to infinity, as for the ratio of any two times.
+    """
+    ordered, n, k, tail = sorted(values), len(values), 0, 0.5 ** len(values)
+    while 2 * tail <= 1 - CONFIDENCE:
+        k += 1
+        tail += math.comb(n, k) * 0.5**n
+    return (ordered[k - 1], ordered[n - k]) if k else (0.0, math.inf)
 
 
 def columns(lines: Sequence[Sequence[str]], markdown: bool) -> str:
