@@ -57,6 +57,7 @@ def _own_communicator(group: Any) -> Communicator | None:
 
 
 if torch.version.cuda is None or os.environ.get("PYNCCL_LIBRARY") == "host":
-    host_module()  # now, not in init_process_group
+    host_module()  # here, not in init_process_group: slow imports
+    import pynccl.watch.diagnosis  # noqa: F401
 register()
 stores.own_communicators.append(_own_communicator)
