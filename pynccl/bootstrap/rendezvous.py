@@ -9,7 +9,7 @@ A store outlives a rendezvous, and often the processes too, so every rendezvous 
 
 Keys: `issued` is the last number; `first` counts the ranks, and the first one sets `name`, which with the number is
 unique to a rendezvous. Keys of number N start with `N/`: `claims/R` counts the processes with rank R,
-`rank/R/I` describes the I-th of them, `came` lists the ranks that joined, `early` those that came before rank 0,
+`rank/R/I` describes the I-th of them, `note/R` is its note, `came` lists the ranks that joined, `early` those that came before rank 0,
 `arrived/S` counts the processes with world size S, `all/S` is set once all ranks of such a world have joined, `differs`
 is the error of a rank with another world size than rank 0, `id` is rank 0's id. `over` ends the rendezvous on
 all ranks: rank 0 completes it, and any rank can end it with an error that all raise; `ends` counts the ranks that set
@@ -50,6 +50,7 @@ class Rendezvous:
     duplicate_hint  for messages: why two processes may have the same rank, and what to do
     on_complete     called once all ranks have joined
     ranks           global rank of each rank, for messages; (): unknown
+    note            text of this rank, which the others can read in `store` after `join`: key "note/RANK"
     on_name         called with the name of this rendezvous, while this rank waits for the others"""
 
     def __init__(
@@ -66,6 +67,7 @@ class Rendezvous:
         self.store, self.rank, self.nranks, self.clock = store, rank, nranks, clock
         self.server, self.duplicate_hint, self.on_complete = server, duplicate_hint, on_complete
         self.ranks = ranks
+        self.note = ""
         self.on_name: Callable[[str], None] = lambda name: None
         self._shared = store
         self._number = 0  # 0: not known yet
@@ -171,6 +173,8 @@ class Rendezvous:
         """Return how many processes with this rank have joined."""
         claim = int(self.store.add(f"claims/{self.rank}", 1))
         self.store.set(f"rank/{self.rank}/{claim}", f"{self.nranks} {_describe_process()}")
+        if self.note:
+            self.store.set(f"note/{self.rank}", self.note)
         if self.rank == 0:
             self.store.set("id", identity)
         append(self.store, "came", str(self.rank))

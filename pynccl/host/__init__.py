@@ -25,6 +25,8 @@ from . import (
 )
 from .comm import set_timeout
 from .exports import function, take_exception
+from .failure import HostFailure, reason_of
+from .mailbox import Mailbox, Message
 from .stream import (
     CallerStream,
     HostEvent,
@@ -32,6 +34,7 @@ from .stream import (
     awaited_since,
     begin_wait,
     end_wait,
+    new_handle,
     stream_from_handle,
     waiting_for,
 )
@@ -41,11 +44,16 @@ __all__ = [
     "VERSION",
     "CallerStream",
     "HostEvent",
+    "HostFailure",
     "HostStream",
+    "Mailbox",
+    "Message",
     "awaited_since",
     "begin_wait",
     "end_wait",
     "function",
+    "new_handle",
+    "reason_of",
     "set_timeout",
     "stream_from_handle",
     "take_exception",

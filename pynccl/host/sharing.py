@@ -21,8 +21,8 @@ from .transport import Transport
 from .watchdog import Activity
 
 VARIABLE = "PYNCCL_HOST_TRANSPORT"
-_AUTO, _MEMORY, _SOCKETS = "auto", "shm", "sockets"
-_MODES = {_AUTO: _AUTO, _MEMORY: _MEMORY, _SOCKETS: _SOCKETS, "gloo": _SOCKETS}
+_AUTO, _MEMORY, SOCKETS = "auto", "shm", "sockets"
+_MODES = {_AUTO: _AUTO, _MEMORY: _MEMORY, SOCKETS: SOCKETS, "gloo": SOCKETS}
 _ROW_BYTES = 2048
 _MAX_TEXT = 200  # in characters, which may take six bytes each
 
@@ -41,19 +41,19 @@ def agree(name: str, rank: int, transport: Transport, activity: Activity, local:
     name: of the function that creates the communicator. local: all ranks are on this node. Raises HostFailure, with
     the same text on all ranks, if the requested transport is unavailable, and TransportFailure if a peer is lost."""
     activity.begin(lambda: name)
-    row: dict[str, Any] = {"wants": _SOCKETS, "wrong": "", "why": "", "pid": os.getpid()}
+    row: dict[str, Any] = {"wants": SOCKETS, "wrong": "", "why": "", "pid": os.getpid()}
     own: OwnSegment | None = None
     try:
         row["wants"] = requested_transport()
-        if row["wants"] != _SOCKETS:
+        if row["wants"] != SOCKETS:
             row["why"] = (
-                "the ranks are on several nodes" if not local else _unavailable_reason(len(transport.peers) + 1)
+                "the ranks are on several nodes" if not local else unavailable_reason(len(transport.peers) + 1)
             )
             own = None if row["why"] else OwnSegment(len(transport.peers) + 1)
     except HostFailure as failure:
         row["wrong"] = failure.text
     except (OSError, AttributeError) as error:  # a Python without memfd_create
-        row["why"] = _error_text(error)
+        row["why"] = error_text(error)
     if own is not None:
         row |= {"fd": own.fd, "token": own.token.hex()}
     rows = _exchange_rows(transport, rank, row, 1)
@@ -86,13 +86,13 @@ def _decide(name: str, rows: Sequence[dict[str, Any]]) -> bool:
     for rank, row in enumerate(rows):
         if row["wrong"]:
             raise invalid_argument(f"{name}: rank {rank}: {row['wrong']}")
-    if all(row["wants"] != _SOCKETS and not row["why"] for row in rows):
+    if all(row["wants"] != SOCKETS and not row["why"] for row in rows):
         return True
     requiring = next((rank for rank, row in enumerate(rows) if row["wants"] == _MEMORY), None)
     if requiring is None:
         return False
-    rank = next(rank for rank, row in enumerate(rows) if row["wants"] == _SOCKETS or row["why"])
-    why = rows[rank]["why"] or f"it has {VARIABLE}={_SOCKETS}"
+    rank = next(rank for rank, row in enumerate(rows) if row["wants"] == SOCKETS or row["why"])
+    why = rows[rank]["why"] or f"it has {VARIABLE}={SOCKETS}"
     raise HostFailure(
         Result.SYSTEM_ERROR,
         f"{name}: rank {requiring} has {VARIABLE}={_MEMORY}, but rank {rank} cannot share memory: {why}",
@@ -106,18 +106,19 @@ def _open_all(rank: int, own: OwnSegment, rows: Sequence[dict[str, Any]]) -> tup
         try:
             found = own if peer == rank else open_segment(row["pid"], row["fd"], bytes.fromhex(row["token"]), len(rows))
         except OSError as error:
-            return [], f"cannot open the memory of rank {peer}: {_error_text(error)}"
+            return [], f"cannot open the memory of rank {peer}: {error_text(error)}"
         segments.append(found)
     return segments, ""
 
 
-def _unavailable_reason(size: int) -> str:
+def unavailable_reason(size: int) -> str:
     """Return why the ranks of this node cannot share memory, as far as one rank knows; "" if they can."""
     if size > MAX_RANKS:
         return f"there are {size} ranks, and shared memory supports at most {MAX_RANKS}"
     return futex.unavailable_reason()
 
 
-def _error_text(error: Exception) -> str:
+def error_text(error: Exception) -> str:
+    """Return the text of an error of the system, with the file concerned."""
     named = f": {error.filename}" if isinstance(error, OSError) and error.filename else ""
     return ((getattr(error, "strerror", None) or str(error)) + named)[:_MAX_TEXT]

@@ -25,6 +25,7 @@ from ..watch.store import Prefixed
 from . import c10d
 from .collectives import Collectives
 from .messages import Channel
+from .routes import Routes
 from .tensors import Copy, source, target
 from .work import Call, Lane, Work
 
@@ -57,6 +58,7 @@ class PyncclBackend(Collectives):
         super().__init__(rank, size)
         self._serves, self._ranks = serves, list(ranks or range(size))
         self._title, self._store, self._timeout = name, store, timeout
+        self._routes = Routes(rank, self._ranks, name, lambda: self._timeout.total_seconds())
         self._own_store = self._meet(store)
         self._lanes: dict[str, Lane] = {}
         self._channels: dict[tuple[int, int, str], Channel] = {}
@@ -76,6 +78,7 @@ class PyncclBackend(Collectives):
             store = HashStore()
         store, clock = PrefixStore("pynccl/group", store), Clock(self._timeout.total_seconds())
         rendezvous = Rendezvous(store, self.rank(), self.size(), clock, _SERVER, _DUPLICATE_HINT, ranks=self._ranks)
+        rendezvous.note = self._routes.note
         return meet(rendezvous, CommConfig(comm_name=self._title))
 
     def communicator(self, kind: str = "") -> Communicator:
@@ -152,14 +155,14 @@ class PyncclBackend(Collectives):
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> Work:
         [x] = tensors
         if self._batch is None:
-            return self._channel(self.rank(), dst, x.device).post(x, tag)
+            return self._post(x, dst, tag, True)
         buffer = source(x)
         return self._run([x], [lambda comm, stream: comm.send(buffer, dst, stream=stream)], None)
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> Work:
         [x] = tensors
         if self._batch is None:
-            work = self._channel(src, self.rank(), x.device).post(x, tag)
+            work = self._post(x, src, tag, False)
             work.source = src
             return work
         copies: list[Copy] = []
@@ -168,6 +171,11 @@ class PyncclBackend(Collectives):
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Work:
         raise NotImplementedError("recv from any rank: NCCL does not support it; pass src=, the sending rank")
+
+    def _post(self, x: torch.Tensor, peer: int, tag: int, sends: bool) -> Work:
+        route = None if x.is_cuda else self._routes.find(peer, sends, self._own_store)
+        sender, receiver = (self.rank(), peer) if sends else (peer, self.rank())
+        return (route or self._channel(sender, receiver, x.device)).post(x, tag)
 
     def _channel(self, sender: int, receiver: int, device: torch.device) -> Channel:
         key = (sender, receiver, device.type)
@@ -246,6 +254,7 @@ class PyncclBackend(Collectives):
             lane.comm.timeout = max(clock.left(), 0.0)
             with contextlib.suppress(NcclError):
                 lane.comm.destroy()
+        self._routes.close(max(clock.left(), 0.0))
         for channel in channels:
             channel.end_close(max(clock.left(), 0.0))
 
@@ -256,3 +265,4 @@ class PyncclBackend(Collectives):
             lane.comm.abort()
         for channel in self._channels.values():
             channel.abort()
+        self._routes.abort()

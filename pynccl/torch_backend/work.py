@@ -80,7 +80,11 @@ class Work(c10d.WorkBase):
         if self._done.is_set():
             return True
         with host_module().waiting_for(self._stream):
-            return self._done.wait(limit)
+            return self._block(limit)
+
+    def _block(self, limit: float | None) -> bool:
+        assert self._done is not None
+        return self._done.wait(limit)
 
     def is_completed(self) -> bool:
         if self._done is not None and not self._done.is_set():

@@ -1,0 +1,187 @@
+"""send and recv of CPU tensors between ranks that share memory: a group's mailbox, and a route for each direction.
+
+The routes record the messages for the watchdog and the hang tool, and fail those that cannot pass any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..bindings.errors import NcclError, NcclInvalidUsage, NcclRemoteError, NcclSystemError, NcclTimeout
+from ..bindings.library import host_module, load
+from ..comm.base import explained
+from ..interop.buffers import torch_types
+from ..watch import folder, layout, watchdog
+from ..watch.frames import call_site
+from ..watch.track import Identity, new_track, uid_of
+from .tensors import Copy, source, target
+from .work import Work
+
+
+class Routes:
+    """The messages of a group between ranks that share memory.
+
+    ranks  global rank of each rank
+    limit  returns the timeout of a message in seconds
+    note   text that the other ranks need before the first message: key "note/RANK" in their store"""
+
+    def __init__(self, rank: int, ranks: Sequence[int], title: str, limit: Callable[[], float]) -> None:
+        self.rank, self.ranks, self.title, self.limit = rank, ranks, title, limit
+        self.mailbox: Any = None
+        self._routes: dict[tuple[int, bool], Route | None] = {}  # by peer, and whether it sends; None: not shared
+        self._opened: set[int] = set()
+        self._lock = threading.Lock()
+        host = host_module()
+        if len(ranks) > 1:
+            with contextlib.suppress(host.HostFailure, OSError, AttributeError):  # a Python without memfd_create
+                self.mailbox = host.Mailbox(rank, len(ranks), self._check)
+        self.note = json.dumps([folder.machine(), os.getuid(), self.mailbox and self.mailbox.row])
+
+    def find(self, peer: int, sends: bool, store: Any) -> Route | None:
+        """Return the route to (sends) or from a rank; None if the two do not share memory.   store: has the notes"""
+        with self._lock:
+            if (peer, sends) not in self._routes:
+                *where, row = json.loads(store.get(f"note/{peer}"))
+                shared = self.mailbox is not None and row is not None and where == [folder.machine(), os.getuid()]
+                if shared and peer not in self._opened:
+                    self._opened.add(peer)
+                    self.mailbox.open(peer, row)
+                name = store.underlying_store.get("name").decode(), store.prefix  # of this group alone
+                self._routes[peer, sends] = Route(self, peer, sends, name) if shared else None
+            return self._routes[peer, sends]
+
+    def _check(self) -> None:
+        for route in list(self._routes.values()):
+            if route is not None:
+                route.check()
+
+    def close(self, seconds: float) -> None:
+        """Wait until no message is pending, at most for `seconds`, then fail the others and leave."""
+        if self.mailbox is not None:
+            self.mailbox.wait_pending(seconds)
+            self.abort("destroyed")
+
+    def abort(self, how: str = "aborted") -> None:
+        for route in list(self._routes.values()):
+            if route is not None:
+                route.fail(NcclInvalidUsage(f"{route.text}: the process group was {how}"), how)
+        if self.mailbox is not None:
+            self.mailbox.close()
+
+
+class Route:
+    """The messages of a group in one direction between two ranks. For the watchdog, a communicator of these ranks."""
+
+    alive, ordinal, _call_timeout = False, -1, None
+
+    def __init__(self, routes: Routes, peer: int, sends: bool, name: tuple[str, str]) -> None:
+        self._routes, self._mailbox, self._peer, self._sends = routes, routes.mailbox, peer, sends
+        pair = (routes.rank, peer) if sends else (peer, routes.rank)
+        sender, receiver = (routes.ranks[rank] for rank in pair)
+        self._verb, self._other = ("send", "recv") if sends else ("recv", "send")
+        self.text = f"{self._verb}: message from rank {sender} to rank {receiver}"
+        self._handle = host_module().new_handle()
+        self._error: NcclError | None = None
+        self._pending: dict[Work, int] = {}  # with its entry in the flight recorder
+        self._since = 0.0  # when the last message was done, or posted if none was pending
+        self._lock = threading.Lock()
+        self.library = load("host")
+        title = f"rank {sender} to rank {receiver}, messages of {routes.title}"
+        self._track = new_track(Identity(uid_of(*name, *pair), title, ""), 0 if sends else 1, 2, (sender, receiver))
+        if self._track is not None:
+            self._track.posts_on = self._handle
+            self._track.made(self, "cpu", call_site())
+            watchdog.prepare()
+
+    def post(self, x: torch.Tensor, tag: int) -> Work:
+        """Send x or receive into it. Returns immediately."""
+        copies: list[Copy] = []
+        data = source(x) if self._sends else target(x, copies)
+        work, nbytes = Posted(self._mailbox, x).begin(self._handle), data.numel() * data.element_size()
+        with self._lock:
+            if self._error is not None:
+                work.complete(self._error)
+                return work
+            entry, track = 0, self._track
+            if track is not None:
+                inputs = (data.data_ptr(), data.numel(), torch_types[data.dtype], int(self._sends))
+                entry = track.enter(self._verb, inputs)
+            if not self._pending:
+                self._since = time.monotonic()
+            self._pending[work] = entry
+        done = partial(self._done, work, data, copies, x, tag)
+        self._mailbox.post(self._peer, self._sends, host_module().Message(tag, data.data_ptr(), nbytes, done))
+        return work
+
+    def _done(
+        self, work: Work, data: torch.Tensor, copies: list[Copy], x: torch.Tensor, tag: int, outcome: int | Exception
+    ) -> None:
+        """The message has passed, or failed. Called with the mailbox locked."""
+        entry, self._since = self._pending.pop(work, 0), time.monotonic()
+        expected = data.numel() * data.element_size()
+        if isinstance(outcome, int) and outcome != expected:
+            outcome = NcclInvalidUsage(
+                f"{self.text} (tag {tag}) has {outcome} bytes, but the tensor of shape {tuple(x.shape)}, {x.dtype} has "
+                f"{expected}; send and recv equal sizes and data types"
+            )
+        error = outcome if isinstance(outcome, Exception) else None
+        if error is None:
+            for copy in copies:
+                copy()
+        if self._track is not None and entry > self._track.head - layout.CALLS:  # else it is not in the ring any more
+            self._track.leave(entry) if error is None else self._track.failed(entry, error)
+        work.complete(error)
+
+    def check(self) -> None:
+        """Fail the pending messages if they cannot pass any more, or have taken too long."""
+        if not self._pending:
+            return
+        limit, peer, broken = self._routes.limit(), self._routes.ranks[self._peer], self._mailbox.broken
+        why = self._mailbox.lost(self._peer, self._sends)
+        if why:
+            self._mailbox.progress()  # what the peer had sent before
+        if not self._pending:
+            return
+        if broken is not None:
+            reason = host_module().reason_of(broken)
+            self.fail(NcclSystemError(f"{self.text}: this rank {reason} while it moved messages; make a new group"))
+        elif why:
+            self.fail(NcclRemoteError(f"{self.text}: lost rank {peer}: {why}"))
+        elif time.monotonic() - self._since > limit:
+            text = f"{self._verb}: rank {peer} never called {self._other}, or is late; no message passed for {limit:g} s"
+            self.fail(NcclTimeout(text))
+
+    def fail(self, error: NcclError, end: str = "") -> None:
+        """Fail the pending messages and all later ones."""
+        if self._error is None and self._pending:
+            error = explained(error, self._track)
+        with self._lock:
+            self._error = self._error or error
+        self._mailbox.fail(self._peer, self._sends, self._error)
+        if end and self._track is not None:
+            self._track.end(end)
+
+    def _abort_late(self, text: str) -> None:
+        """For the watchdog, with PYNCCL_WATCH_ACTION=raise."""
+        self.fail(NcclTimeout(text))
+
+
+class Posted(Work):
+    """The handle of a message. Who waits for it moves the messages of the group."""
+
+    def __init__(self, mailbox: Any, x: torch.Tensor) -> None:
+        super().__init__(None, [x])
+        self._mailbox = mailbox
+
+    def _block(self, limit: float | None) -> bool:
+        assert self._done is not None
+        return bool(self._mailbox.wait(self._done.is_set, limit))
