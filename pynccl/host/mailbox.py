@@ -157,7 +157,7 @@ class Mailbox:
         self._peers: dict[int, _Peer] = {}
         self._boxes: dict[tuple[int, bool], Any] = {}  # (peer, whether it sends) -> _Outbox, _Inbox or _Unopened
         self._lock = threading.Lock()
-        self._waiting = 0  # number of threads
+        self._pending = self._waiting = 0  # number of messages, of threads
         self._timer, self._armed, self._closed, self._spins = -1, False, False, True
         self.broken: BaseException | None = None  # an exception of a signal handler while messages were moved
         _mailboxes.add(self)
@@ -189,7 +189,7 @@ class Mailbox:
             gone = True
         if gone:
             alive = os.path.exists(f"/proc/{pid}/exe")  # a zombie has none
-            return "it has destroyed the process group" if alive else "its process has ended"
+            return "it has left the process group" if alive else "its process has ended"
         if segment is None:
             return why
         at = segment.layout.channel_words(self._rank) + _CLOSED_AT + 4 * sends
@@ -202,10 +202,12 @@ class Mailbox:
         with self._lock:
             if (box := self._boxes.get((peer, sends))) is None:
                 box = self._boxes[peer, sends] = self._box(peer, sends)
-            before = self._pending() + 1
+            left = len(box.messages)
             box.add(message)
-            self._move([box])
-            self._after(before, 0)
+            self._pending += len(box.messages) - left
+            self._move([box], 0)
+            if self._pending and not self._waiting and not self._armed:
+                self._set_timer(_UNAWAITED_NANOSECONDS)
 
     def _box(self, peer: int, sends: bool) -> _Outbox | _Inbox | _Unopened:
         segment = self._peers[peer].segment
@@ -213,40 +215,37 @@ class Mailbox:
             return _Unopened()
         return (_Outbox if sends else _Inbox)(self._own, self._rank, segment, peer, self._doorbell)
 
-    def _pending(self) -> int:
-        return sum(len(box.messages) for box in list(self._boxes.values()))
-
     def progress(self, waiters: int = 0) -> None:
         """Move the bytes of all messages as far as possible now.   waiters: 1 if this thread waits for one"""
         with self._lock:
-            before = self._pending()
-            self._move(self._boxes.values())
-            self._after(before, waiters)
+            self._move(self._boxes.values(), waiters)
 
-    def _move(self, boxes: Iterable[Any]) -> None:
+    def _move(self, boxes: Iterable[Any], waiters: int) -> None:
+        """Move the bytes of these messages, and wake the other threads that wait if some are done."""
+        done = 0
         try:
             for box in boxes:
-                if self.broken is None:
+                if box.messages and self.broken is None:
+                    left = len(box.messages)
                     box.move()
+                    done += left - len(box.messages)
         except BaseException as error:  # also a lack of memory
             self.broken = error
+            self._pending = sum(len(box.messages) for box in self._boxes.values())
             raise
-
-    def _after(self, before: int, waiters: int) -> None:
-        """Wake who waits for messages that are done. Have the others moved, if nobody waits for them."""
-        left = self._pending()
-        if left < before and self._waiting > waiters:
+        self._pending -= done
+        if done and self._waiting > waiters:
             self._doorbell.ring(self._own)
-        if left and not self._waiting and not self._armed:
-            self._set_timer(_UNAWAITED_NANOSECONDS)
 
     def fail(self, peer: int, sends: bool, error: BaseException) -> None:
         """Fail the pending messages to or from a peer, and let it know. No more may be posted."""
         with self._lock:
             box = self._boxes.pop((peer, sends), None)
             self._own.bytes[self._own.layout.channel_words(peer) + _CLOSED_AT + 4 * (not sends)] = 1
-            for message in box.messages if box is not None else ():
-                message.done(error)
+            if box is not None:
+                self._pending -= len(box.messages)
+                for message in box.messages:
+                    message.done(error)
             self._doorbell.ring(self._own)
 
     # Waiting
@@ -260,11 +259,12 @@ class Mailbox:
         finally:
             with self._lock:
                 self._waiting -= 1
-                self._after(0, 0)
+                if self._pending and not self._waiting and not self._armed:
+                    self._set_timer(_UNAWAITED_NANOSECONDS)
 
     def wait_pending(self, limit: float) -> bool:
         """Block until no message is pending."""
-        return self.wait(lambda: not self._pending(), limit)
+        return self.wait(lambda: not self._pending, limit)
 
     def _wait(self, over: Callable[[], bool], end: float, waits: bool) -> bool:
         word, address = self._own.words[DOORBELL : DOORBELL + 1], self._own.address + 4 * DOORBELL
@@ -297,7 +297,7 @@ class Mailbox:
             os.read(self._timer, 8)
             self._armed = False
             with contextlib.suppress(Exception):  # the messages fail, see `broken`
-                self._wait(lambda: not self._pending() or self._waiting > 0 or exiting.is_set(), math.inf, False)
+                self._wait(lambda: not self._pending or self._waiting > 0 or exiting.is_set(), math.inf, False)
         os.close(self._timer)
 
     # End

@@ -48,16 +48,19 @@ class Routes:
 
     def find(self, peer: int, sends: bool, store: Any) -> Route | None:
         """Return the route to (sends) or from a rank; None if the two do not share memory.   store: has the notes"""
+        key = peer, sends
+        if key in self._routes:
+            return self._routes[key]
         with self._lock:
-            if (peer, sends) not in self._routes:
+            if key not in self._routes:
                 *where, row = json.loads(store.get(f"note/{peer}"))
                 shared = self.mailbox is not None and row is not None and where == [folder.machine(), os.getuid()]
                 if shared and peer not in self._opened:
                     self._opened.add(peer)
                     self.mailbox.open(peer, row)
                 name = store.underlying_store.get("name").decode(), store.prefix  # of this group alone
-                self._routes[peer, sends] = Route(self, peer, sends, name) if shared else None
-            return self._routes[peer, sends]
+                self._routes[key] = Route(self, peer, sends, name) if shared else None
+            return self._routes[key]
 
     def _check(self) -> None:
         for route in list(self._routes.values()):
@@ -71,11 +74,11 @@ class Routes:
             self.abort("destroyed")
 
     def abort(self, how: str = "aborted") -> None:
+        if self.mailbox is not None:
+            self.mailbox.close()
         for route in list(self._routes.values()):
             if route is not None:
                 route.fail(NcclInvalidUsage(f"{route.text}: the process group was {how}"), how)
-        if self.mailbox is not None:
-            self.mailbox.close()
 
 
 class Route:
@@ -106,7 +109,7 @@ class Route:
         """Send x or receive into it. Returns immediately."""
         copies: list[Copy] = []
         data = source(x) if self._sends else target(x, copies)
-        work, nbytes = Posted(self._mailbox, x).begin(self._handle), data.numel() * data.element_size()
+        work, nbytes = Posted(self._mailbox, x, self._handle), data.numel() * data.element_size()
         with self._lock:
             if self._error is not None:
                 work.complete(self._error)
@@ -178,10 +181,21 @@ class Route:
 class Posted(Work):
     """The handle of a message. Who waits for it moves the messages of the group."""
 
-    def __init__(self, mailbox: Any, x: torch.Tensor) -> None:
+    def __init__(self, mailbox: Any, x: torch.Tensor, stream: int) -> None:
         super().__init__(None, [x])
-        self._mailbox = mailbox
+        self._mailbox, self._done, self._stream = mailbox, _Flag(), stream
 
     def _block(self, limit: float | None) -> bool:
-        assert self._done is not None
         return bool(self._mailbox.wait(self._done.is_set, limit))
+
+
+class _Flag:
+    """Whether a message is done. The mailbox wakes those who wait for it."""
+
+    value = False
+
+    def set(self) -> None:
+        self.value = True
+
+    def is_set(self) -> bool:
+        return self.value
