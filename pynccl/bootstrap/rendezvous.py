@@ -8,10 +8,10 @@ A store outlives a rendezvous, and often the processes too, so every rendezvous 
 - A process takes the place of an earlier one with its rank. If that one still waits, it reports both.
 
 Keys: `issued` is the last number; `first` counts the ranks, and the first one sets `name`, which with the number is
-unique to a rendezvous. Keys of number N start with `N/`: `claims/R` counts the processes with rank R,
-`rank/R/I` describes the I-th of them, `note/R` is its note, `came` lists the ranks that joined, `early` those that came before rank 0,
-`arrived/S` counts the processes with world size S, `all/S` is set once all ranks of such a world have joined, `differs`
-is the error of a rank with another world size than rank 0, `id` is rank 0's id. `over` ends the rendezvous on
+unique to a rendezvous. Keys of number N start with `N/`: `claims/R` counts the processes with rank R, `rank/R/I`
+describes the I-th of them, `note/R` is its note, `came` lists the ranks that joined, `early` those that came before
+rank 0, `arrived/S` counts the processes with world size S, `all/S` is set once all ranks of such a world have joined,
+`differs` is the error of a rank with another world size than rank 0, `id` is rank 0's id. `over` ends the rendezvous on
 all ranks: rank 0 completes it, and any rank can end it with an error that all raise; `ends` counts the ranks that set
 it, `in/R` the processes that took part as rank R. Except for polling and for the last rank, which reads `came`, the
 number of store operations per rank does not depend on the world size.

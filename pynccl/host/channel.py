@@ -89,7 +89,7 @@ class SendChannel:
         self._ring = _ring(own, peer, segment, rank, True)
         self._posted: deque[tuple[bytes, int, int]] = deque()
         self._at = 0  # bytes of the first message that are in slots
-        self._ends: deque[int] = deque()  # of the messages in slots that were not received yet: the count of the last slot
+        self._ends: deque[int] = deque()  # counts of the last slots of messages that were not received yet
 
     def post(self, head: bytes, address: int, nbytes: int) -> None:
         self._posted.append((head, address, nbytes))
@@ -179,11 +179,11 @@ class ExpectedMessages(RecvChannel):
         segment: Segment,
         peer: int,
         doorbell: Doorbell,
-        mismatch: Callable[[bytes, bytes], Exception],
+        mismatch: Callable[[int, bytes, bytes], Exception],
     ) -> None:
-        """mismatch: (received header, expected prefix) -> the error to raise"""
+        """mismatch: (peer, received header, expected prefix) -> the error to raise"""
         super().__init__(own, rank, segment, peer, doorbell)
-        self._mismatch = mismatch
+        self._peer, self._mismatch = peer, mismatch
         self._posted: deque[tuple[bytes, int, int]] = deque()
 
     def post(self, expected: bytes, address: int, nbytes: int) -> None:
@@ -198,7 +198,7 @@ class ExpectedMessages(RecvChannel):
         """Raises the error of `mismatch`."""
         expected, address, nbytes = self._posted[0]
         if not head.startswith(expected):
-            raise self._mismatch(head, expected)
+            raise self._mismatch(self._peer, head, expected)
         return address, nbytes
 
     def end(self) -> None:

@@ -31,6 +31,7 @@ from . import futex
 from .channel import Doorbell, RecvChannel, SendChannel
 from .connection import HEAD_BYTES
 from .failure import HostFailure, exiting
+from .link import link_of
 from .segment import DOORBELL, OwnSegment, Segment, open_segment
 from .sharing import SOCKETS, error_text, requested_transport, unavailable_reason
 
@@ -149,8 +150,9 @@ class Mailbox:
 
     def __init__(self, rank: int, size: int, tick: Callable[[], None]) -> None:
         """Raises HostFailure or OSError if this process cannot share memory."""
-        if requested_transport() == SOCKETS or (why := unavailable_reason(size)):
-            raise HostFailure(Result.SYSTEM_ERROR, "it uses sockets" if requested_transport() == SOCKETS else why)
+        why = unavailable_reason(size)
+        if why or requested_transport() == SOCKETS or link_of(0) is not None:
+            raise HostFailure(Result.SYSTEM_ERROR, why or "this rank uses sockets, or a simulated link")
         self._rank, self._size, self._tick = rank, size, tick
         self._own = OwnSegment(size)
         self._doorbell = Doorbell(rank, size)

@@ -66,9 +66,9 @@ class SharedMemory:
         self._spins = spin
         doorbell = Doorbell(rank, len(segments))
         self._outgoing = {peer: SendChannel(own, rank, segments[peer], peer, doorbell) for peer in self.peers}
+        unexpected = partial(_unexpected, rank, activity)
         self._incoming = {
-            peer: ExpectedMessages(own, rank, segments[peer], peer, doorbell, partial(_unexpected, rank, activity, peer))
-            for peer in self.peers
+            peer: ExpectedMessages(own, rank, segments[peer], peer, doorbell, unexpected) for peer in self.peers
         }
         self.reserved = False  # whether the slots have memory
         self._step = 0

@@ -46,9 +46,7 @@ def agree(name: str, rank: int, transport: Transport, activity: Activity, local:
     try:
         row["wants"] = requested_transport()
         if row["wants"] != SOCKETS:
-            row["why"] = (
-                "the ranks are on several nodes" if not local else unavailable_reason(len(transport.peers) + 1)
-            )
+            row["why"] = "the ranks are on several nodes" if not local else unavailable_reason(len(transport.peers) + 1)
             own = None if row["why"] else OwnSegment(len(transport.peers) + 1)
     except HostFailure as failure:
         row["wrong"] = failure.text

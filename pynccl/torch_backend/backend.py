@@ -58,7 +58,7 @@ class PyncclBackend(Collectives):
         super().__init__(rank, size)
         self._serves, self._ranks = serves, list(ranks or range(size))
         self._title, self._store, self._timeout = name, store, timeout
-        self._routes = Routes(rank, self._ranks, name, lambda: self._timeout.total_seconds())
+        self._routes = Routes(rank, self._ranks, name, timeout.total_seconds())
         self._own_store = self._meet(store)
         self._lanes: dict[str, Lane] = {}
         self._channels: dict[tuple[int, int, str], Channel] = {}
@@ -229,6 +229,7 @@ class PyncclBackend(Collectives):
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout
+        self._routes.timeout = timeout.total_seconds()
         for lane in (*self._lanes.values(), *(channel.lane for channel in self._channels.values())):
             if lane is not None:
                 self._limit(lane.comm)

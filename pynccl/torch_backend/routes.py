@@ -10,7 +10,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -30,12 +30,12 @@ from .work import Work
 class Routes:
     """The messages of a group between ranks that share memory.
 
-    ranks  global rank of each rank
-    limit  returns the timeout of a message in seconds
-    note   text that the other ranks need before the first message: key "note/RANK" in their store"""
+    ranks    global rank of each rank
+    timeout  in seconds, of a message
+    note     text that the other ranks need before the first message: key "note/RANK" in their store"""
 
-    def __init__(self, rank: int, ranks: Sequence[int], title: str, limit: Callable[[], float]) -> None:
-        self.rank, self.ranks, self.title, self.limit = rank, ranks, title, limit
+    def __init__(self, rank: int, ranks: Sequence[int], title: str, timeout: float) -> None:
+        self.rank, self.ranks, self.title, self.timeout = rank, ranks, title, timeout
         self.mailbox: Any = None
         self._routes: dict[tuple[int, bool], Route | None] = {}  # by peer, and whether it sends; None: not shared
         self._opened: set[int] = set()
@@ -148,7 +148,9 @@ class Route:
         """Fail the pending messages if they cannot pass any more, or have taken too long."""
         if not self._pending:
             return
-        limit, peer, broken = self._routes.limit(), self._routes.ranks[self._peer], self._mailbox.broken
+        if self._error is not None:  # posted at the same time
+            self.fail(self._error)
+        limit, peer, broken = self._routes.timeout, self._routes.ranks[self._peer], self._mailbox.broken
         why = self._mailbox.lost(self._peer, self._sends)
         if why:
             self._mailbox.progress()  # what the peer had sent before
@@ -160,8 +162,8 @@ class Route:
         elif why:
             self.fail(NcclRemoteError(f"{self.text}: lost rank {peer}: {why}"))
         elif time.monotonic() - self._since > limit:
-            text = f"{self._verb}: rank {peer} never called {self._other}, or is late; no message passed for {limit:g} s"
-            self.fail(NcclTimeout(text))
+            why = f"rank {peer} never called {self._other}, or has stopped"
+            self.fail(NcclTimeout(f"{self._verb}: {why}: no message passed for {limit:g} s"))
 
     def fail(self, error: NcclError, end: str = "") -> None:
         """Fail the pending messages and all later ones."""
