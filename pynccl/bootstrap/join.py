@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ..bindings import share_gpu
@@ -80,23 +80,26 @@ def init_at(
     return comm
 
 
-def maker_of_children(parent: Communicator) -> Callable[[Sequence[int], str, CommConfig], Communicator]:
-    """Return a function that makes communicators of ranks of `parent`, one of the host library, even once it has ended.
+class Children:
+    """Makes communicators of ranks of `parent`, one of the host library, even once it has ended. See host.Family."""
 
-    make(members, name, config): rank i is members[i]; name is used once, and equal on all of them. They connect at the
-    first call."""
-    make = host_module().maker_of_children(parent.handle)
-    own, rank, library, timeout = parent._track, parent.rank, parent.library, parent.timeout
+    def __init__(self, parent: Communicator) -> None:
+        self.family = host_module().Family(parent.handle)
+        self._track, self._rank = parent._track, parent.rank
+        self._library, self._timeout = parent.library, parent.timeout
 
-    def child(members: Sequence[int], name: str, config: CommConfig) -> Communicator:
-        track = None
+    def make(self, members: Sequence[int], name: str, config: CommConfig) -> Communicator:
+        """Return a communicator whose ranks connect at its first call.   name: used once, equal on all members"""
+        own, track = self._track, None
         if own is not None:
-            identity = Identity(uid_of(own.uid, name), comm_name(config, "child"), own.uid)
+            identity = Identity(self.uid(name), comm_name(config, "child"), own.uid)
             ranks = [own.ranks[member] for member in members] if own.ranks else list(members)
-            track = new_track(identity, members.index(rank), len(members), ranks)
-        return Communicator(make(members, name), library, timeout, config, track)
+            track = new_track(identity, members.index(self._rank), len(members), ranks)
+        return Communicator(self.family.communicator(members, name), self._library, self._timeout, config, track)
 
-    return child
+    def uid(self, *names: object) -> str:
+        """Return a uid for the flight recorder that all ranks derive from the same names."""
+        return uid_of(self._track.uid if self._track is not None else "", *map(str, names))
 
 
 def meet(rendezvous: Rendezvous, config: CommConfig | None) -> Any:

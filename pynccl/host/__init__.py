@@ -25,7 +25,9 @@ from . import (
 )
 from .comm import set_timeout
 from .exports import function, take_exception
-from .init import maker_of_children
+from .failure import HostFailure, reason_of
+from .init import Family
+from .mailbox import Message
 from .stream import (
     CallerStream,
     HostEvent,
@@ -33,6 +35,7 @@ from .stream import (
     awaited_since,
     begin_wait,
     end_wait,
+    new_handle,
     stream_from_handle,
     waiting_for,
 )
@@ -41,13 +44,17 @@ from .version import VERSION
 __all__ = [
     "VERSION",
     "CallerStream",
+    "Family",
     "HostEvent",
+    "HostFailure",
     "HostStream",
+    "Message",
     "awaited_since",
     "begin_wait",
     "end_wait",
     "function",
-    "maker_of_children",
+    "new_handle",
+    "reason_of",
     "set_timeout",
     "stream_from_handle",
     "take_exception",

@@ -57,14 +57,14 @@ class Branch(Transport):
     ) -> None:
         """members: their ranks in the trunk. name: used once, equal on all members. check: raises if waiting for the
         other members is pointless."""
-        self._rank, self._trunk, self._name, self._check = members.index(trunk._rank), trunk, name, check
+        self.rank, self._trunk, self._name, self._check = members.index(trunk.rank), trunk, name, check
         self._activity, self.timeout = activity, timeout
         self._broken: TransportFailure | None = None
-        self._control_lock = trunk._control_lock
-        carriers = {peer: trunk._connections[rank] for peer, rank in enumerate(members) if rank != trunk._rank}
+        self.control_lock = trunk.control_lock
+        carriers = {peer: trunk.connection(rank) for peer, rank in enumerate(members) if rank != trunk.rank}
         self._connections = {peer: _Twig(peer, carrier, name) for peer, carrier in carriers.items()}
         self._has_rma = False
-        with self._control_lock:
+        with self.control_lock:
             trunk.branches.add(name, {carrier.peer: self._connections[peer] for peer, carrier in carriers.items()})
 
     @property
@@ -72,7 +72,7 @@ class Branch(Transport):
         return 0
 
     def exchange_rows(self, row: dict[str, Any], number: int) -> list[dict[str, Any]]:
-        with self._control_lock:
+        with self.control_lock:
             for connection in self._connections.values():
                 connection.send_control([ROW, [number, row]])
         poller, deadline = select.poll(), time.monotonic() + self.timeout
@@ -123,7 +123,7 @@ class Branch(Transport):
     # End
 
     def finalize(self) -> None:
-        with self._control_lock:
+        with self.control_lock:
             for connection in self._connections.values():
                 connection.send_control([FINALIZE, None])
                 if self._has_rma:
@@ -133,7 +133,7 @@ class Branch(Transport):
 
     def abort(self, failure: Mapping[str, Any], broken: TransportFailure) -> None:
         self._broken = self._broken or broken
-        with self._control_lock:
+        with self.control_lock:
             for connection in self._connections.values():
                 connection.send_control([FAIL, dict(failure)])
         self._trunk.branches.remove(self._name)

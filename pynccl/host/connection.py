@@ -172,10 +172,10 @@ class Branches:
     """The communicators whose control messages travel over the control connections of this one: see `branch`."""
 
     def __init__(self) -> None:
-        self.connections: dict[str, Mapping[int, Connection]] = {}  # name -> rank in this communicator -> connection
+        self.connections: dict[str, Mapping[int, Any]] = {}  # name -> rank in this communicator -> object with take()
         self._early: dict[str, list[tuple[int, Any]]] = {}  # messages for those that this rank has not connected yet
 
-    def add(self, name: str, connections: Mapping[int, Connection]) -> None:
+    def add(self, name: str, connections: Mapping[int, Any]) -> None:
         self.connections[name] = connections
         for peer, message in self._early.pop(name, ()):
             self.take(peer, name, message)

@@ -10,12 +10,14 @@ from __future__ import annotations
 import ctypes
 import platform
 import threading
+import time
 from collections.abc import Callable
 
 # System call numbers of platforms with 64-bit longs.
 _NUMBERS = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}
 _WAIT, _WAKE = 0, 1  # not private: the word is shared between processes
 _INT_MAX = 2**31 - 1
+_SPIN_SECONDS, _POLLS_PER_YIELD = 300e-6, 5
 _number = _NUMBERS.get(platform.machine(), 0)
 _libc = ctypes.CDLL(None)
 _syscall = _libc.syscall
@@ -40,6 +42,17 @@ def wake(address: int) -> None:
 def sched_yield() -> None:
     """Yield this core to other runnable threads."""
     _libc.sched_yield()
+
+
+def spin(word: memoryview, value: int) -> bool:
+    """Poll the word for a short time, yielding the core; return whether it is no longer `value`."""
+    end = time.perf_counter() + _SPIN_SECONDS
+    while time.perf_counter() < end:
+        for _ in range(_POLLS_PER_YIELD):
+            if word[0] != value:
+                return True
+        sched_yield()
+    return False
 
 
 def timeout_of(seconds: float) -> _Timespec:

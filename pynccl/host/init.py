@@ -22,6 +22,7 @@ from .connect import ENDPOINT_BYTES, Channels, Connecting, Listener, pairs_in_pr
 from .exports import export
 from .failure import HostFailure, TransportFailure, invalid_argument, invalid_usage, last_error, system_error
 from .interfaces import is_single_node
+from .mailbox import Mailbox
 from .rendezvous import Rendezvous, rendezvous_of
 from .sharing import agree, requested_transport
 from .store import Store
@@ -330,24 +331,36 @@ def _shrink(parent: Comm, child: Comm, excluded: str) -> None:
 # From an existing communicator, later
 
 
-def maker_of_children(handle: int) -> Callable[[Sequence[int], str], int]:
-    """Return a function that makes communicators of ranks of this one: make(members, name) -> handle.
+class Family:
+    """What communicators and mailboxes of ranks of one communicator are made from, even once that has ended.
 
-    It exchanges nothing: the members connect at the first operation of their communicator, in the thread that runs it,
-    even if this communicator has ended by then. Its rank i is members[i].   name: used once, equal on all members"""
-    parent = find(handle)
-    trunk = parent.transport if parent.shared is not None else None
-    return partial(_make_child, parent, trunk)
+    Making one exchanges nothing: its ranks connect when they first use it, in the thread that does.
 
+    members  ranks of the first communicator; members[i] is rank i of the new one
+    name     used once, equal on all members"""
 
-def _make_child(parent: Comm, trunk: Transport | None, members: Sequence[int], name: str) -> int:
-    child = _apply_config(Comm(members.index(parent.rank), len(members), parent.device), None, parent)
-    child.initialized, child.local = True, parent.local
-    if child.size > 1:
-        assert parent.rendezvous is not None
-        child.rendezvous = parent.rendezvous.child(f"later/{name}")
-        child.connect_later(partial(_connect_child, parent, trunk, child, members, name))
-    return child.handle
+    def __init__(self, handle: int) -> None:
+        self._parent = parent = find(handle)
+        self._trunk = parent.transport if parent.shared is not None else None
+
+    def communicator(self, members: Sequence[int], name: str) -> int:
+        """Return the handle of a new communicator."""
+        parent = self._parent
+        child = _apply_config(Comm(members.index(parent.rank), len(members), parent.device), None, parent)
+        child.initialized, child.local = True, parent.local
+        if child.size > 1:
+            assert parent.rendezvous is not None
+            child.rendezvous = parent.rendezvous.child(f"later/{name}")
+            child.connect_later(partial(_connect_child, parent, self._trunk, child, members, name))
+        return child.handle
+
+    def mailbox(self, members: Sequence[int], name: str, tick: Callable[[], None]) -> Mailbox | None:
+        """Return a mailbox of this rank; None: the ranks do not share memory, or simulate a link.
+
+        Raises OSError if memory is lacking."""
+        return (
+            None if self._trunk is None or self._parent.link is not None else Mailbox(self._trunk, members, name, tick)
+        )
 
 
 def _connect_child(

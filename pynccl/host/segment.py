@@ -35,8 +35,8 @@ from .failure import HostFailure, by_signal
 
 SLOTS = 4
 SLOT_BYTES = 1 << 20
-MESSAGE_SLOTS = 4
-MESSAGE_BYTES = 128 << 10  # size of a message slot
+MESSAGE_SLOTS = 8
+MESSAGE_BYTES = 68 << 10  # size of a message slot: 64 KB, and a header
 MAX_RANKS = 1024
 POSTED, COMPLETE, DOORBELL = 0, 16, 32  # indices of 32-bit words
 HEADER_BYTES = 256

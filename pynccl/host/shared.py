@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from . import futex
-from .channel import Doorbell, RecvChannel, SendChannel
+from .channel import Doorbell, ExpectedMessages, SendChannel
 from .connection import HEAD, HEAD_BYTES, TEXT_BYTES, Label
 from .failure import TransportFailure
 from .segment import COMPLETE, DOORBELL, POSTED, SLOTS, OwnSegment, Segment
@@ -37,7 +37,6 @@ _TICK_SECONDS = 0.2
 _TICK = futex.timeout_of(_TICK_SECONDS)
 _SHORT_TICK = futex.timeout_of(0.02)  # once a peer has failed
 
-_SPIN_SECONDS, _POLLS_PER_YIELD = 300e-6, 5
 # In a header, after the label: checksum of all calls so far; then the text of the last call.
 _HISTORY = struct.Struct("<Q")
 _COMPARED = HEAD_BYTES + _HISTORY.size
@@ -67,9 +66,9 @@ class SharedMemory:
         self._spins = spin
         doorbell = Doorbell(rank, len(segments))
         self._outgoing = {peer: SendChannel(own, rank, segments[peer], peer, doorbell) for peer in self.peers}
+        unexpected = partial(_unexpected, rank, activity)
         self._incoming = {
-            peer: RecvChannel(own, rank, segments[peer], peer, doorbell, partial(_unexpected, rank, activity, peer))
-            for peer in self.peers
+            peer: ExpectedMessages(own, rank, segments[peer], peer, doorbell, unexpected) for peer in self.peers
         }
         self.reserved = 0  # bytes of each slot that have memory
         self._step = 0
@@ -143,8 +142,8 @@ class SharedMemory:
                 channel.push()
             for source in incoming.values():
                 source.pull()
-            left = [peer for peer, channel in outgoing.items() if not channel.done]
-            return left + [peer for peer, source in incoming.items() if not source.done and peer not in left]
+            left = [peer for peer, channel in outgoing.items() if channel.left]
+            return left + [peer for peer, source in incoming.items() if source.wanted and peer not in left]
 
         self.wait_until(self._own.words[DOORBELL : DOORBELL + 1], self._own.address + 4 * DOORBELL, awaited)
 
@@ -179,7 +178,7 @@ class SharedMemory:
                 return
             if transport.broken is not None:
                 raise transport.broken
-            if self._spins and self._spin(word, value):
+            if self._spins and futex.spin(word, value):
                 continue
             futex.wait(address, value, _SHORT_TICK if transport.any_peer_failed else _TICK)
             if word[0] == value or time.monotonic() > next_tick:
@@ -187,16 +186,6 @@ class SharedMemory:
                 transport.read_control()
                 if peers := awaited():  # again: peers may have progressed before they failed
                     transport.check_wait(peers, started, compare_calls=True, drained=True)
-
-    def _spin(self, word: memoryview, value: int) -> bool:
-        """Poll the word for a short time, yielding the core; return whether it has changed."""
-        end = time.perf_counter() + _SPIN_SECONDS
-        while time.perf_counter() < end:
-            for _ in range(_POLLS_PER_YIELD):
-                if word[0] != value:
-                    return True
-            futex.sched_yield()
-        return False
 
     def _mismatch(self, peer: int, theirs: bytes) -> TransportFailure:
         mine = self._header

@@ -46,14 +46,13 @@ def agree(
     try:
         row["wants"] = requested_transport()
         if row["wants"] != _SOCKETS:
-            row["why"] = (
-                "the ranks are on several nodes" if not local else _unavailable_reason(len(transport.peers) + 1)
-            )
-            own = None if row["why"] else OwnSegment(len(transport.peers) + 1)
+            size = len(transport.peers) + 1
+            row["why"] = _unavailable_reason(size) if local else "the ranks are on several nodes"
+            own = None if row["why"] else OwnSegment(size)
     except HostFailure as failure:
         row["wrong"] = failure.text
     except (OSError, AttributeError) as error:  # a Python without memfd_create
-        row["why"] = _error_text(error)
+        row["why"] = error_text(error)
     if own is not None:
         row |= {"fd": own.fd, "token": own.token.hex()}
     rows = transport.exchange_rows(row, 1)
@@ -91,7 +90,7 @@ def _open_all(rank: int, own: OwnSegment, rows: Sequence[dict[str, Any]]) -> tup
         try:
             found = own if peer == rank else open_segment(row["pid"], row["fd"], bytes.fromhex(row["token"]), len(rows))
         except OSError as error:
-            return [], f"cannot open the memory of rank {peer}: {_error_text(error)}"
+            return [], f"cannot open the memory of rank {peer}: {error_text(error)}"
         segments.append(found)
     return segments, ""
 
@@ -103,6 +102,7 @@ def _unavailable_reason(size: int) -> str:
     return futex.unavailable_reason()
 
 
-def _error_text(error: Exception) -> str:
+def error_text(error: Exception) -> str:
+    """Return the text of an error of the system, with the file concerned."""
     named = f": {error.filename}" if isinstance(error, OSError) and error.filename else ""
     return ((getattr(error, "strerror", None) or str(error)) + named)[:_MAX_TEXT]

@@ -30,6 +30,11 @@ _event_handles = itertools.count(0xE7E70010, 0x10)
 _events: weakref.WeakValueDictionary[int, HostEvent] = weakref.WeakValueDictionary()
 
 
+def new_handle() -> int:
+    """Return a handle that no stream has, for work of another kind that the program may wait for: see `begin_wait`."""
+    return next(_handles)
+
+
 def explain(error: BaseException) -> BaseException:
     """Add details to an error that a stream is about to raise. A hook: pynccl replaces this function."""
     return error

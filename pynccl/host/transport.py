@@ -45,7 +45,7 @@ class Transport:
 
     def __init__(self, rank: int, channels: Mapping[int, Channels], activity: Activity, timeout: float) -> None:
         """activity: the current call of this rank, for error messages. timeout: in seconds, for every wait."""
-        self._rank = rank
+        self.rank = rank
         self._connections = {peer: Connection(peer, ends) for peer, ends in sorted(channels.items())}
         self.branches = Branches()
         self._activity = activity
@@ -55,7 +55,7 @@ class Transport:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._wake, select.EPOLLIN)
         self._by_fd: dict[int, tuple[Connection, bool]] = {}
-        self._control_lock = threading.RLock()
+        self.control_lock = threading.RLock()
         for connection in self._connections.values():
             edges = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET
             for sock, is_data in ((connection.data, True), (connection.control, False)):
@@ -79,6 +79,9 @@ class Transport:
         """Initial size of the kernel's receive buffers of its connections."""
         sockets = (sock for connection in self._connections.values() for sock in (connection.data, connection.control))
         return sum(sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) for sock in sockets)
+
+    def connection(self, peer: int) -> Connection:
+        return self._connections[peer]
 
     # Data
 
@@ -151,7 +154,7 @@ class Transport:
                 begun, finished = first.got < HEAD_BYTES, first.advance(moved)
                 if begun and first.got >= HEAD_BYTES and not first.head.startswith(first.expected):
                     call = self._activity.describe()
-                    raise mismatch(self._rank, call, connection.peer, bytes(first.head), first.expected)
+                    raise mismatch(self.rank, call, connection.peer, bytes(first.head), first.expected)
                 if finished:
                     recvs.popleft()
                     if first.ack_label is not None:
@@ -206,12 +209,12 @@ class Transport:
             self._broadcast_status([connection.peer for connection in awaited])
         statuses = {connection.peer: connection.status for connection in awaited} if compare_calls else {}
         for peer, status in statuses.items():
-            if status is not None and (failure := disagreement(self._rank, self._activity, peer, status)):
+            if status is not None and (failure := disagreement(self.rank, self._activity, peer, status)):
                 raise failure
 
     def read_control(self) -> None:
         """Read the control messages of all peers."""
-        with self._control_lock:
+        with self.control_lock:
             for connection in self._connections.values():
                 connection.read_control()
 
@@ -235,7 +238,7 @@ class Transport:
                 self._push(connection)
             self._pull(connection)
             return
-        with self._control_lock:
+        with self.control_lock:
             connection.read_control()
 
     # Control messages
@@ -245,9 +248,9 @@ class Transport:
         if self._activity.status_sent:
             return
         self._activity.status_sent = True
-        call = f"{self._activity.describe()} on rank {self._rank} of {len(self._connections) + 1}"
+        call = f"{self._activity.describe()} on rank {self.rank} of {len(self._connections) + 1}"
         last_error.text = f"{call} still waits for ranks {list(ranks)}"
-        with self._control_lock:
+        with self.control_lock:
             for connection in self._connections.values():
                 connection.send_control([STATUS, self._activity.status(ranks)])
 
@@ -259,7 +262,7 @@ class Transport:
     def lost(self, ranks: Iterable[int]) -> str:
         """Return which of these ranks has ended, and why; one that failed may live. "": none. From any thread."""
         self.read_control()
-        for connection in (self._connections[rank] for rank in ranks if rank != self._rank):
+        for connection in (self._connections[rank] for rank in ranks if rank != self.rank):
             if connection.closed:
                 return f"lost rank {connection.peer}: {connection.closed}"
         return ""
@@ -268,10 +271,10 @@ class Transport:
         now = time.monotonic()
         for connection in self._connections.values():
             if connection.outbox:
-                with self._control_lock:
+                with self.control_lock:
                     connection.flush_control()
             if connection.peer_failed and now - connection.ended_at >= grace:
-                raise culprit_of(self._rank, list(self._connections.values()))
+                raise culprit_of(self.rank, list(self._connections.values()))
 
     def _io_failure(self, connection: Connection, error: OSError) -> Exception:
         if by_signal(error):
@@ -300,7 +303,7 @@ class Transport:
             return TransportFailure(text, culprit=connection.peer)
         if not connection.peer_failed:
             connection.end("it closed the connection")
-        return culprit_of(self._rank, list(self._connections.values()))
+        return culprit_of(self.rank, list(self._connections.values()))
 
     # One-sided operations: blocking; separate threads receive, without a timeout
 
@@ -328,7 +331,7 @@ class Transport:
 
     def finalize(self) -> None:
         """Announce a normal end and close. Data already sent still arrives. No thread may be in `wait`."""
-        with self._control_lock:
+        with self.control_lock:
             for connection in self._connections.values():
                 connection.send_control([FINALIZE, None])
                 connection.read_control()  # closing with unread data would reset the connection: data loss
@@ -344,7 +347,7 @@ class Transport:
     def abort(self, failure: Mapping[str, Any], broken: TransportFailure) -> None:
         """Send `failure` to the peers, close all connections and wake blocked threads. Callable from any thread."""
         self._broken = self._broken or broken
-        with self._control_lock:
+        with self.control_lock:
             for connection in self._connections.values():
                 connection.send_control([FAIL, dict(failure)])
                 ends = [(connection.data, socket.SHUT_RDWR), (connection.rma, socket.SHUT_RDWR)]

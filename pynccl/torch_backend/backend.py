@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,7 +17,7 @@ from ..bindings.errors import NcclError
 from ..bindings.library import host_module, load
 from ..bindings.structs import CommConfig
 from ..bindings.workers import Clock
-from ..bootstrap.join import init_at, maker_of_children, meet
+from ..bootstrap.join import Children, init_at, meet
 from ..bootstrap.rendezvous import Rendezvous
 from ..comm.base import explained
 from ..comm.communicator import Communicator
@@ -26,6 +26,7 @@ from ..watch.track import uid_of
 from . import c10d
 from .collectives import Collectives
 from .messages import Channel
+from .routes import Routes
 from .tensors import Copy, source, target
 from .work import Call, Lane, Work
 
@@ -67,19 +68,22 @@ class PyncclBackend(Collectives):
         on_gpu = torch.cuda.is_available() and os.environ.get("PYNCCL_LIBRARY") != "host"
         self._kind = "cuda" if on_gpu else "cpu"  # of tensors, unless they are there to tell
         self._batch: tuple[list[torch.Tensor], list[Call], list[Copy]] | None = None
-        self._children: Counter[str] = Counter()  # groups made from this one, by name and ranks
-        self._make_child: Callable[[Sequence[int], str, CommConfig], Communicator] | None = None
-        self._default = default or self
-        # A store for this group alone: after destroy_process_group torch uses the names of its groups again, when a
-        # send or recv of the destroyed group may still wait for its peer.
+        self._children: Children | None = None
+        self._made: Counter[str] = Counter()  # groups made from this one, by name and ranks
+        self._default, members = default or self, list(range(size))
+        # A name and a store for this group alone: after destroy_process_group torch uses the names of its groups again,
+        # when a send or recv of the destroyed group may still wait for its peer.
         self._path = ""
         if default is not None:
+            members = [default._ranks.index(each) for each in self._ranks]
             key = uid_of(name, *map(str, self._ranks))
-            default._children[key] += 1
-            self._path = f"{key}-{default._children[key]}"
+            default._made[key] += 1
+            self._path = f"{key}-{default._made[key]}"
             self._own_store: Any = Prefixed(default._own_store, f"{self._path}/")
         else:
             self._own_store = self._meet(store)
+        self._members, children = members, self._default._children
+        self._routes = Routes(children, members, self._path, rank, self._ranks, name, timeout.total_seconds())
         _open.add(self)
 
     def _meet(self, store: Any) -> Any:
@@ -90,7 +94,7 @@ class PyncclBackend(Collectives):
         if self._kind == "cuda":
             return meet(rendezvous, CommConfig(comm_name=self._title))
         self._lanes["cpu"] = Lane(self._connect(torch.device("cpu"), rendezvous, self._title))
-        self._make_child = maker_of_children(self._lanes["cpu"].comm)
+        self._children = Children(self._lanes["cpu"].comm)
         return rendezvous.store
 
     def communicator(self, kind: str = "") -> Communicator:
@@ -100,31 +104,26 @@ class PyncclBackend(Collectives):
     def _lane(self, device: torch.device) -> Lane:
         if (found := self._lanes.get(device.type)) is not None:
             return found
-        with self._making:
-            if device.type not in self._lanes:
-                self._lanes[device.type] = Lane(self._communicator(device, self._title, "", range(self.size())))
-            return self._lanes[device.type]
-
-    def _communicator(self, device: torch.device, title: str, key: str, members: Sequence[int]) -> Communicator:
-        """Make the communicator of these ranks of the group, in this order. For CPU tensors it takes no time: the ranks
-        connect at its first call.   key: names it within the group"""
         if device.type not in ("cpu", "cuda"):
             raise ValueError(f"the tensor is on {device}, expected cpu or cuda")
-        default = self._default
-        if device.type == "cuda" or default._make_child is None:
-            return self._connect(device, self._rendezvous(self._own_store, members, f"{device.type}/{key}"), title)
-        ranks = [default._ranks.index(self._ranks[member]) for member in members]
-        comm = default._make_child(ranks, f"{self._path}/{key}", CommConfig(comm_name=title))
+        with self._making:
+            if device.type not in self._lanes:
+                self._lanes[device.type] = Lane(self._communicator(device))
+            return self._lanes[device.type]
+
+    def _communicator(self, device: torch.device) -> Communicator:
+        children = self._default._children
+        if device.type == "cuda" or children is None:
+            rendezvous = self._rendezvous(Prefixed(self._own_store, f"{device.type}/"), range(self.size()))
+            return self._connect(device, rendezvous, self._title)
+        comm = children.make(self._members, self._path, CommConfig(comm_name=self._title))
         self._limit(comm)
         return comm
 
-    def _rendezvous(self, store: Any, members: Sequence[int], prefix: str = "") -> Rendezvous:
-        rank, ranks, clock = members.index(self.rank()), [self._ranks[i] for i in members], self._clock()
-        store = Prefixed(store, prefix) if prefix else store
+    def _rendezvous(self, store: Any, members: Sequence[int]) -> Rendezvous:
+        rank, clock = members.index(self.rank()), Clock(self._timeout.total_seconds())
+        ranks = [self._ranks[member] for member in members]
         return Rendezvous(store, rank, len(members), clock, _SERVER, _DUPLICATE_HINT, ranks=ranks)
-
-    def _clock(self) -> Clock:
-        return Clock(self._timeout.total_seconds())
 
     def _connect(self, device: torch.device, rendezvous: Rendezvous, title: str) -> Communicator:
         """Make a communicator with the ranks that meet there."""
@@ -182,14 +181,14 @@ class PyncclBackend(Collectives):
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> Work:
         [x] = tensors
         if self._batch is None:
-            return self._channel(self.rank(), dst, x.device).post(x, tag)
+            return self._post(x, dst, tag, True)
         buffer = source(x)
         return self._run([x], [lambda comm, stream: comm.send(buffer, dst, stream=stream)], None)
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> Work:
         [x] = tensors
         if self._batch is None:
-            work = self._channel(src, self.rank(), x.device).post(x, tag)
+            work = self._post(x, src, tag, False)
             work.source = src
             return work
         copies: list[Copy] = []
@@ -199,16 +198,21 @@ class PyncclBackend(Collectives):
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Work:
         raise NotImplementedError("recv from any rank: NCCL does not support it; pass src=, the sending rank")
 
+    def _post(self, x: torch.Tensor, peer: int, tag: int, sends: bool) -> Work:
+        route = None if x.is_cuda else self._routes.find(peer, sends)
+        sender, receiver = (self.rank(), peer) if sends else (peer, self.rank())
+        return (route or self._channel(sender, receiver, x.device)).post(x, tag)
+
     def _channel(self, sender: int, receiver: int, device: torch.device) -> Channel:
         key = (sender, receiver, device.type)
         with self._making:
             if key not in self._channels:
                 source, target = self._ranks[sender], self._ranks[receiver]
                 name = f"rank {source} to rank {target}, messages of {self._title}"
-                prefix = f"{device.type}/{sender}-{receiver}/"
+                store = Prefixed(self._own_store, f"{device.type}/{sender}-{receiver}/")
 
                 def connect() -> Communicator:
-                    return self._connect(device, self._rendezvous(self._own_store, (sender, receiver), prefix), name)
+                    return self._connect(device, self._rendezvous(store, (sender, receiver)), name)
 
                 self._channels[key] = Channel(self.rank() == sender, source, target, connect, self._check)
             return self._channels[key]
@@ -254,6 +258,7 @@ class PyncclBackend(Collectives):
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout
+        self._routes.timeout = timeout.total_seconds()
         for lane in (*self._lanes.values(), *(channel.lane for channel in self._channels.values())):
             if lane is not None:
                 self._limit(lane.comm)
@@ -279,6 +284,7 @@ class PyncclBackend(Collectives):
             lane.comm.timeout = max(clock.left(), 0.0)
             with contextlib.suppress(NcclError):
                 lane.comm.destroy()
+        self._routes.close(max(clock.left(), 0.0))
         for channel in channels:
             channel.end_close(max(clock.left(), 0.0))
 
@@ -289,3 +295,4 @@ class PyncclBackend(Collectives):
             lane.comm.abort()
         for channel in self._channels.values():
             channel.abort()
+        self._routes.abort()

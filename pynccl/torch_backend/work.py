@@ -38,7 +38,7 @@ class Work(c10d.WorkBase):
         self.lane, self._result, self._limit = lane, list(result), limit
         self.source = -1  # source rank of a recv
         self.event: Any = None
-        self._done: threading.Event | None = None  # None: it has run, or is enqueued on a stream
+        self._done: Any = None  # an event, or a flag like one; None: it has run, or is enqueued on a stream
         self._stream = 0  # the host stream that runs it
         self._future_wait = 0  # of those who have its future: the number from begin_wait
         self._error: BaseException | None = None
@@ -80,7 +80,10 @@ class Work(c10d.WorkBase):
         if self._done.is_set():
             return True
         with host_module().waiting_for(self._stream):
-            return self._done.wait(limit)
+            return self._block(limit)
+
+    def _block(self, limit: float | None) -> bool:
+        return bool(self._done.wait(limit))
 
     def is_completed(self) -> bool:
         if self._done is not None and not self._done.is_set():

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from process_groups import process_group
-from ranks import Place, RankPool
+from ranks import HOST, Place, RankPool
 
 from pynccl import NcclInvalidUsage
 from pynccl.torch_backend.c10d import IS_BACKEND
@@ -86,6 +86,16 @@ def other_size(place: Place, path: str) -> None:
 
 def test_recv_of_different_size_raises(processes: RankPool, tmp_path: Path) -> None:
     processes.run(2, other_size, str(tmp_path / "store"))
+
+
+@pytest.mark.parametrize("variable", ("PYNCCL_HOST_TRANSPORT=sockets", "PYNCCL_HOST_LINK=latency=10us"))
+def test_messages_of_ranks_that_do_not_share_memory(tmp_path: Path, variable: str) -> None:
+    name, _, value = variable.partition("=")
+    pool = RankPool({**HOST, name: value}, communicators=False)
+    pool.run(3, in_any_order, str(tmp_path / "store"), 20261128)
+    pool.run(2, by_tag, str(tmp_path / "tags"))
+    pool.run(2, other_size, str(tmp_path / "sizes"))
+    pool.close()
 
 
 def batches(place: Place, path: str) -> None:

@@ -115,10 +115,10 @@ def join_grown(of: Group) -> None:
 
 NEVER = "rank 2 never entered {} (comm '{}', {} ranks, {}); rank 1 has waited "
 CASES: dict[Callable[[Group], None], str] = {
-    recv: NEVER.format("init", "rank 2 to rank 1, messages of world", 2, "{line}"),
-    send: NEVER.format("init", "rank 1 to rank 2, messages of world", 2, "{line}"),
-    irecv_in_group: NEVER.format("init", "rank 2 to rank 1, messages of group {group}", 2, "{line}"),
-    isend_in_group: NEVER.format("init", "rank 1 to rank 2, messages of group {group}", 2, "{line}"),
+    recv: "rank 2 never called send to rank 1; rank 1 has waited ",
+    send: "rank 2 never called recv from rank 1; rank 1 has waited ",
+    irecv_in_group: "rank 2 never called send to rank 1; rank 1 has waited ",
+    isend_in_group: "rank 2 never called recv from rank 1; rank 1 has waited ",
     later_recv: "rank 2 never called send to rank 1; rank 1 has waited ",
     new_group: "rank 2 never entered all_reduce #1 (comm 'group ",
     second_init: NEVER.format("init", "second", 2, "{line}"),
