@@ -74,12 +74,12 @@ def backend_of(group: Any, kind: str) -> Any:
         return None
 
 
-_NAMES = {kind: name for name, kind in vars(c10d.ReduceOp.RedOpType).items() if name.isupper()}
+_NAMES = {hash(kind): name for name, kind in vars(c10d.ReduceOp.RedOpType).items() if name.isupper()}
 
 
 def operator_name(op: Any) -> str:
     """Return "SUM", ... for a ReduceOp or one of its constants."""
-    return _NAMES[getattr(op, "op", op)]
+    return _NAMES[hash(op)]  # of both it is the number; op.op takes ten times as long
 
 
 def factor(op: Any) -> Any:

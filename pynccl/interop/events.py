@@ -1,0 +1,108 @@
+"""CUDA events: each use is one plain call of the driver, and a dropped event is used again.
+
+An event is in the pool only if nothing refers to it any more. So nobody asks it about an earlier call, and it may be
+recorded again at once: what waits for it already has the point of that time. No event is queried to find a free one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import defaultdict
+from typing import Any
+
+from ..bindings.errors import NcclUnhandledCudaError
+from ..bindings.resource import Shared, destructor
+from .devices import cuda_driver, described, on_device
+from .keepalive import relaxed
+
+_NOT_READY = 600  # CUDA_ERROR_NOT_READY
+_DISABLE_TIMING = 2  # CU_EVENT_DISABLE_TIMING
+
+
+class _Driver:
+    """The driver's functions by name, without argtypes: the arguments are ctypes values. Opened at the first use."""
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(ctypes.CDLL("libcuda.so.1"), name)
+        setattr(self, name, function)
+        return function
+
+
+driver = _Driver()
+
+
+class CudaEvent(Shared):
+    """A CUDA event, for any thread, whichever GPU is current there. Raises NcclUnhandledCudaError.
+
+    device    ordinal of its GPU; None: the GPU that is current when it is made
+    timing    whether `elapsed_time` can be used
+    pointer   an event of the driver to be used; None: a new one
+    captured  set by who records it in a CUDA graph capture: a query would then invalidate the capture"""
+
+    def __init__(self, device: int | None, timing: bool = False, pointer: ctypes.c_void_p | None = None) -> None:
+        self.device, self.timing, self.captured = device, timing, False
+        self.pointer = _create(device, timing) if pointer is None else pointer
+
+    @property
+    def handle(self) -> int:
+        return self.pointer.value or 0
+
+    def record(self, stream: ctypes.c_void_p) -> None:
+        """Record it on a stream of its GPU."""
+        if driver.cuEventRecord(self.pointer, stream):  # of the default stream of another GPU, or without a context
+            _call_on(self.device, "cuEventRecord", self.pointer, stream)
+
+    def block(self, stream: ctypes.c_void_p) -> None:
+        """Make later work of a stream wait for the last record. If it is a default stream: that of the current GPU."""
+        if driver.cuStreamWaitEvent(stream, self.pointer, 0):
+            _call_on(self.device, "cuStreamWaitEvent", stream, self.pointer, 0)
+
+    def synchronize(self) -> None:
+        _call_on(self.device, "cuEventSynchronize", self.pointer)
+
+    def query(self) -> bool:
+        return not _call_on(self.device, "cuEventQuery", self.pointer, expected=_NOT_READY)
+
+    def elapsed_time(self, end: CudaEvent) -> float:
+        """Milliseconds from this event to `end`; both need create_event(timing=True)."""
+        found = ctypes.c_float()
+        _call_on(self.device, "cuEventElapsedTime", ctypes.byref(found), self.pointer, end.pointer)
+        return found.value
+
+    @destructor
+    def __del__(self) -> None:  # makes no call of the driver: garbage collection may run this
+        if (pointer := getattr(self, "pointer", None)) is not None:
+            (_spent if self.captured or self.timing else _pools[self.device]).append(pointer)
+
+
+def pooled(device: int | None) -> CudaEvent:
+    """Return an event to be recorded next: until then it stands for some earlier point."""
+    try:
+        return CudaEvent(device, False, _pools[device].pop())
+    except IndexError:
+        return CudaEvent(device)
+
+
+_pools: defaultdict[int | None, list[ctypes.c_void_p]] = defaultdict(list)  # by device
+_spent: list[ctypes.c_void_p] = []  # to be destroyed
+
+
+def _create(device: int | None, timing: bool) -> ctypes.c_void_p:
+    while _spent:
+        driver.cuEventDestroy_v2(_spent.pop())
+    made = ctypes.c_void_p()
+    _call_on(device, "cuEventCreate", ctypes.byref(made), 0 if timing else _DISABLE_TIMING)
+    return made
+
+
+def _call_on(device: int | None, name: str, *args: Any, expected: int = 0) -> int:
+    """Call the driver with the GPU current, without harm to a capture. Return the result: 0, or `expected`."""
+    with on_device(device), relaxed():
+        code = int(getattr(driver, name)(*args))
+    if code in (0, expected):
+        return code
+    text = described(cuda_driver().CUresult(code))
+    raise NcclUnhandledCudaError(
+        f"{name} on cuda:{device} failed: {text}\n"
+        "  an earlier launch may have failed: run with CUDA_LAUNCH_BLOCKING=1 to see which one"
+    )
