@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 from ..bindings.errors import NcclUnhandledCudaError
@@ -81,6 +82,15 @@ def pooled(device: int | None) -> CudaEvent:
         return CudaEvent(device, False, _pools[device].pop())
     except IndexError:
         return CudaEvent(device)
+
+
+def number_passed(events: Sequence[CudaEvent]) -> int:
+    """Return how many of these events have passed. They are in the order in which they were recorded on one stream."""
+    with on_device(events[0].device), relaxed():
+        for number, event in enumerate(events):
+            if driver.cuEventQuery(event.pointer) and not event.query():  # raises if it is an error
+                return number
+    return len(events)
 
 
 _pools: defaultdict[int | None, list[ctypes.c_void_p]] = defaultdict(list)  # by device

@@ -74,12 +74,8 @@ def backend_of(group: Any, kind: str) -> Any:
         return None
 
 
-_NAMES = {hash(kind): name for name, kind in vars(c10d.ReduceOp.RedOpType).items() if name.isupper()}
-
-
-def operator_name(op: Any) -> str:
-    """Return "SUM", ... for a ReduceOp or one of its constants."""
-    return _NAMES[hash(op)]  # of both it is the number; op.op takes ten times as long
+# "SUM", ... by the hash of a ReduceOp or of one of its constants: its number. To ask for op.op takes ten times as long.
+OPERATOR_NAMES = {hash(kind): name for name, kind in vars(c10d.ReduceOp.RedOpType).items() if name.isupper()}
 
 
 def factor(op: Any) -> Any:

@@ -41,8 +41,8 @@ class Collectives(c10d.Base):
         """Sum sparse tensors over all ranks, such as gradients of nn.Embedding(sparse=True).
 
         Blocks until the numbers of elements of all ranks are known."""
-        if c10d.operator_name(op) != "SUM":
-            raise ValueError(f"ReduceOp.{c10d.operator_name(op)} of a sparse tensor: expected SUM")
+        if (name := c10d.OPERATOR_NAMES[hash(op)]) != "SUM":
+            raise ValueError(f"ReduceOp.{name} of a sparse tensor: expected SUM")
         for x in tensors:
             comm, data = self._lane(x.device).comm, x.data.coalesce()
             counts = comm.all_gather(torch.tensor([data._nnz()], device=x.device)).tolist()
@@ -204,7 +204,7 @@ def _no_copies() -> list[Copy]:
 
 
 def _listed(tensors: Any) -> list[torch.Tensor]:
-    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    return [tensors] if isinstance(tensors, torch.Tensor) else tensors
 
 
 def _lists(tensors: Any, count: int) -> list[list[torch.Tensor]]:

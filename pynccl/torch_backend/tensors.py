@@ -80,7 +80,7 @@ def _has_data_type(dtype: torch.dtype) -> bool:
 
 def operator(op: Any, x: torch.Tensor) -> str | Callable[[Communicator], PreMulSum]:
     """Return the communicator's name of a ReduceOp for tensors like x; for PREMUL_SUM, a factory of the operator."""
-    name = c10d.operator_name(op)
+    name = c10d.OPERATOR_NAMES[hash(op)]
     if name == "PREMUL_SUM":
         factor, dtype = c10d.factor(op), x.dtype.to_real()
         if isinstance(factor, torch.Tensor):

@@ -19,7 +19,7 @@ from ..comm.base import explained
 from ..comm.communicator import Communicator
 from ..comm.groups import group
 from ..interop.devices import on_device
-from ..interop.events import pooled
+from ..interop.events import number_passed, pooled
 from ..interop.handles import DEFAULT_STREAMS, Handle, vouched
 from ..interop.streams import create_stream
 from . import c10d
@@ -251,13 +251,17 @@ class Lane:
                 track.recorded = entry, handle, event
 
     def _keep(self, event: Any, kept: list[Any]) -> None:
-        """Keep these objects until wait() has cleared the list or the event has passed. Events are queried only once
-        the shelf is twice as long as what was left the last time."""
+        """Keep these objects until the list is cleared: by wait(), or here, since the event has passed. Events are
+        queried only once there are twice as many as were left the last time."""
         shelf = self._shelf
         shelf.append((event, kept))
         full = len(shelf) > self._many
+        if full:
+            entries = list(shelf)
+            for _, done in entries[: number_passed([event for event, _ in entries])]:
+                done.clear()
         try:  # popped before it is looked at, as another thread may do the same
-            while not (first := shelf.popleft())[1] or (full and first[0].query()):
+            while not (first := shelf.popleft())[1]:
                 pass
             shelf.appendleft(first)
         except IndexError:
