@@ -14,7 +14,6 @@ from typing import Any
 from ..bindings.errors import NcclUnhandledCudaError
 from ..bindings.resource import Shared, destructor
 from .devices import cuda_driver, described, on_device
-from .keepalive import relaxed
 
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY
 _DISABLE_TIMING = 2  # CU_EVENT_DISABLE_TIMING
@@ -88,7 +87,9 @@ def number_passed(events: Sequence[CudaEvent]) -> int:
     """Return how many of these events have passed. They are in the order in which they were recorded on one stream."""
     with on_device(events[0].device), relaxed():
         for number, event in enumerate(events):
-            if driver.cuEventQuery(event.pointer) and not event.query():  # raises if it is an error
+            if code := driver.cuEventQuery(event.pointer):
+                if code != _NOT_READY:
+                    event.query()  # raises
                 return number
     return len(events)
 
@@ -116,3 +117,20 @@ def _call_on(device: int | None, name: str, *args: Any, expected: int = 0) -> in
         f"{name} on cuda:{device} failed: {text}\n"
         "  an earlier launch may have failed: run with CUDA_LAUNCH_BLOCKING=1 to see which one"
     )
+
+
+class relaxed:
+    """`with relaxed():` this thread may query events while other streams are captured into CUDA graphs.
+
+    In CUDA's default capture mode, which torch uses too, such a query invalidates any capture in the process."""
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> None:
+        driver = cuda_driver()
+        _, self._before = driver.cuThreadExchangeStreamCaptureMode(
+            driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        )
+
+    def __exit__(self, *exc: object) -> None:
+        cuda_driver().cuThreadExchangeStreamCaptureMode(self._before)

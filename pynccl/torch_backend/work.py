@@ -19,14 +19,14 @@ from ..comm.base import explained
 from ..comm.communicator import Communicator
 from ..comm.groups import group
 from ..interop.devices import on_device
-from ..interop.events import number_passed, pooled
+from ..interop.events import pooled
 from ..interop.handles import DEFAULT_STREAMS, Handle, vouched
+from ..interop.keepalive import Shelf
 from ..interop.streams import create_stream
 from . import c10d
 from .tensors import Copy
 
 Call = Callable[..., object]  # (communicator, stream=); stream None: the current stream
-_FEW = 4
 
 
 class Work(c10d.WorkBase):
@@ -41,7 +41,7 @@ class Work(c10d.WorkBase):
     event: Any = None
     _done: threading.Event | None = None  # None: it has run, or is enqueued on a stream
     _stream = 0  # the stream that runs it (CPU), or on which it was issued (CUDA)
-    _kept: list[Any] | None = None  # on CUDA, its buffers: see Lane.keep
+    _kept: list[Any] | None = None  # on CUDA: its buffers, until wait()
     _future_wait = 0  # of those who have its future: the number from begin_wait
     _error: BaseException | None = None
     _future: Any = None
@@ -150,8 +150,7 @@ class Lane:
         self.comm = comm
         self.is_host, self._ordinal = comm.library.is_host, comm.ordinal
         self._made: tuple[Any, Handle] | None = None
-        self._shelf: deque[tuple[Any, list[Any]]] = deque()  # the buffers of calls for which nobody may have waited
-        self._many = _FEW
+        self._shelf = Shelf()  # on CUDA: the buffers of calls for which nobody may have waited
         # DDP.join() passes the Work of a one-element sum to C++, which keeps only its C++ half: keep the Python half.
         self._handed_out: deque[Work] = deque(maxlen=16)
 
@@ -160,7 +159,7 @@ class Lane:
         return self._side()[0]
 
     def _side(self) -> tuple[Any, Handle]:
-        """Return the side stream and its handle. On CUDA the stream does not keep the buffers: `keep` does."""
+        """Return the side stream and its handle. On CUDA the works keep the buffers, not the stream."""
         if self._made is None:
             stream = create_stream(None if self.is_host else self._ordinal, library=self.comm.library)
             with self.comm._lock:  # another thread may have been faster
@@ -233,7 +232,7 @@ class Lane:
         (side, handle), track = self._side(), self.comm._track
         work._stream = stream = torch._C._cuda_getCurrentRawStream(self._ordinal)
         work.event = event = pooled(self._ordinal)
-        # CUDA cannot capture the default stream, and torch knows of its other streams without a call of the driver's.
+        # CUDA cannot capture the default stream, 0; of another, torch's current one, torch asks the runtime.
         event.captured = stream > 1 and torch.cuda.is_current_stream_capturing()
         entry = 0 if track is None else track.head + len(calls)
         event.record(ctypes.c_void_p(stream))
@@ -246,28 +245,9 @@ class Lane:
         event.record(side.pointer)
         work._kept = kept = [calls, copies]
         if not event.captured:  # nothing runs now, and a graph owns the memory of its replays
-            self._keep(event, kept)
+            self._shelf.add(event, kept)
             if track is not None:
                 track.recorded = entry, handle, event
-
-    def _keep(self, event: Any, kept: list[Any]) -> None:
-        """Keep these objects until the list is cleared: by wait(), or here, since the event has passed. Events are
-        queried only once there are twice as many as were left the last time."""
-        shelf = self._shelf
-        shelf.append((event, kept))
-        full = len(shelf) > self._many
-        if full:
-            entries = list(shelf)
-            for _, done in entries[: number_passed([event for event, _ in entries])]:
-                done.clear()
-        try:  # popped before it is looked at, as another thread may do the same
-            while not (first := shelf.popleft())[1]:
-                pass
-            shelf.appendleft(first)
-        except IndexError:
-            pass
-        if full:
-            self._many = 2 * len(shelf) + _FEW
 
     def _issue(self, calls: Sequence[Call], stream: Any) -> None:
         if len(calls) == 1:

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 from ..bindings.library import Library, host_module
 from ..interop.devices import cuda_driver, on_device
-from ..interop.events import pooled
-from ..interop.keepalive import relaxed
+from ..interop.events import pooled, relaxed
 
 
 def awaited_since(streams: set[int]) -> float:

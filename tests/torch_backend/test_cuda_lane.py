@@ -14,6 +14,7 @@ pytestmark = pytest.mark.skipif(
     not find_spec("cuda") or not find_spec("cuda.core"), reason="cuda-core is not installed"
 )
 
+IMPORTS = "import torch, torch.distributed, pynccl.torch_backend, cuda.core"  # once, before the forks
 SETUP = """
 import contextlib, gc, os, sys, time, tracemalloc, weakref
 from types import SimpleNamespace
@@ -232,13 +233,13 @@ found = driver_calls()
 assert found.count("cuEventQuery") < 120 and len(found) < 600, (found.count("cuEventQuery"), len(found))
 assert sum(reference() is not None for reference in dropped) < 8
 driver.stub_query(600)
-works = [issue() for _ in range(1000)]
-assert driver_calls().count("cuEventQuery") < 12              # works that are waited for later, all of them
+works = [issue() for _ in range(300)]
+assert driver_calls().count("cuEventQuery") < 10              # works that are waited for later, all of them
 for work in works:
     work.wait()
 del works, work
 issue().wait()
-assert len(lane._shelf) < 3
+assert len(lane._shelf) < 12              # those that were dropped before, which have not run now
 """,
     "whichever gpu is current and in any thread": """
 made = int(api.cuStreamCreate(0)[1])
@@ -326,10 +327,9 @@ assert driver_calls() == ["cuEventRecord", "cuStreamWaitEvent"], driver_calls()
 
 def test_calls_make_no_more_calls_of_cuda_and_python_than_needed() -> None:
     failed = failures_over_driver({"costs": f"{SETUP}\nFRAMES = {FRAMES}\n{COSTS}"})
-    print(failed)
     assert not [line for line in failed.splitlines() if line.startswith("---")], failed
 
 
 def test_events_and_buffers() -> None:
-    failed = failures_over_driver({name: SETUP + code for name, code in CASES.items()})
+    failed = failures_over_driver({name: SETUP + code for name, code in CASES.items()}, IMPORTS)
     assert not failed, failed
