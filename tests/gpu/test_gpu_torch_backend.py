@@ -105,22 +105,26 @@ def test_buffers_may_be_dropped_before_the_call_has_run(comm: Communicator, devi
         assert first.item() == total(comm.size)
 
 
+def allreduce(x: torch.Tensor) -> Any:
+    """Take the maximum over the ranks. The Work itself: from torch 2.14 on, dist.all_reduce returns its C++ half."""
+    return dist.group.WORLD._get_backend(x.device).allreduce([x], dist.ReduceOp.MAX)
+
+
 def test_an_old_works_answer_is_not_changed_by_later_calls(comm: Communicator, device: torch.device) -> None:
     x = torch.ones(LARGE, device=device)
-    first = dist.all_reduce(x, async_op=True)
-    assert first is not None
+    first = allreduce(x)
     first.wait()
     torch.cuda.synchronize(device)
     event = first.event.handle
     for _ in range(3):
-        works = [dist.all_reduce(x, op=dist.ReduceOp.MAX, async_op=True) for _ in range(8)]
-        assert all(work is not None and work.event.handle != event for work in works)
+        works = [allreduce(x) for _ in range(8)]
+        assert all(work.event.handle != event for work in works)
         assert first.event.handle == event and first.event.query()  # while the later calls may still run
         for work in works:
             work.wait()
     works.clear()
     del work
-    again = [dist.all_reduce(x, op=dist.ReduceOp.MAX, async_op=True) for _ in range(3)]
+    again = [allreduce(x) for _ in range(3)]
     assert len(events._pools[device.index]) > 4  # the later calls took what the earlier ones gave back
     for work in again:
         work.wait()
@@ -132,21 +136,21 @@ def test_calls_in_a_captured_graph(comm: Communicator, device: torch.device) -> 
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         for y in (x, strided[:, 0]):
-            dist.all_reduce(y, op=dist.ReduceOp.MAX, async_op=True).wait()
+            allreduce(y).wait()
     torch.cuda.synchronize(device)
     graph, captured = torch.cuda.CUDAGraph(), []
     with torch.cuda.graph(graph, stream=stream):
         x.mul_(2)
         for _ in range(12):  # more than the lane keeps before it asks what has run
-            work = dist.all_reduce(x, op=dist.ReduceOp.MAX, async_op=True)
+            work = allreduce(x)
             captured.append(work.event.handle)
             work.wait()
-        work = dist.all_reduce(strided[:, 0], op=dist.ReduceOp.MAX, async_op=True)
+        work = allreduce(strided[:, 0])
         captured.append(work.event.handle)
         work.wait()
     del work
     assert len(set(captured)) > 1 and not set(captured) & {event.value for event in events._pools[device.index]}
-    works = [dist.all_reduce(x, op=dist.ReduceOp.MAX, async_op=True) for _ in range(20)]
+    works = [allreduce(x) for _ in range(20)]
     for work in works:
         work.wait()
     for _ in range(3):
@@ -157,8 +161,7 @@ def test_calls_in_a_captured_graph(comm: Communicator, device: torch.device) -> 
 
 def test_buffers_live_until_wait_or_until_the_call_has_run(comm: Communicator, device: torch.device) -> None:
     def issue() -> tuple[Any, weakref.ref[Any]]:
-        work = dist.all_reduce(torch.full((LARGE, 2), value(comm.rank), device=device)[:, 0], async_op=True)
-        assert work is not None
+        work = allreduce(torch.full((LARGE, 2), value(comm.rank), device=device)[:, 0])
         buffer = work._kept[0][0].keywords["send"]  # a copy, since the tensor is not contiguous
         return work, weakref.ref(buffer)
 
@@ -174,7 +177,7 @@ def test_buffers_live_until_wait_or_until_the_call_has_run(comm: Communicator, d
     torch.cuda.synchronize(device)
     x = torch.ones(1, 2, device=device)
     for _ in range(200):
-        dist.all_reduce(x, op=dist.ReduceOp.MAX, async_op=True).wait()
+        allreduce(x).wait()
     assert after() is None
 
 
