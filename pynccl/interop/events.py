@@ -52,16 +52,22 @@ class CudaEvent(Shared):
         if driver.cuEventRecord(self.pointer, stream):  # of the default stream of another GPU, or without a context
             _call_on(self.device, "cuEventRecord", self.pointer, stream)
 
-    def block(self, stream: ctypes.c_void_p) -> None:
-        """Make later work of a stream wait for the last record. If it is a default stream: that of the current GPU."""
-        if driver.cuStreamWaitEvent(stream, self.pointer, 0):
+    def block(self, stream: ctypes.c_void_p, default_of: int | None = None) -> None:
+        """Make later work of a stream wait for the last record.
+
+        default_of  the GPU, for a default stream: all have the same handles. None: the current one"""
+        if default_of is not None:
+            _call_on(default_of, "cuStreamWaitEvent", stream, self.pointer, 0)
+        elif driver.cuStreamWaitEvent(stream, self.pointer, 0):
             _call_on(self.device, "cuStreamWaitEvent", stream, self.pointer, 0)
 
     def synchronize(self) -> None:
-        _call_on(self.device, "cuEventSynchronize", self.pointer)
+        with on_device(self.device), relaxed():
+            _call_on(self.device, "cuEventSynchronize", self.pointer)
 
     def query(self) -> bool:
-        return not _call_on(self.device, "cuEventQuery", self.pointer, expected=_NOT_READY)
+        with on_device(self.device), relaxed():
+            return not _call_on(self.device, "cuEventQuery", self.pointer, expected=_NOT_READY)
 
     def elapsed_time(self, end: CudaEvent) -> float:
         """Milliseconds from this event to `end`; both need create_event(timing=True)."""
@@ -107,8 +113,8 @@ def _create(device: int | None, timing: bool) -> ctypes.c_void_p:
 
 
 def _call_on(device: int | None, name: str, *args: Any, expected: int = 0) -> int:
-    """Call the driver with the GPU current, without harm to a capture. Return the result: 0, or `expected`."""
-    with on_device(device), relaxed():
+    """Call the driver with the GPU current. Return the result: 0, or `expected`."""
+    with on_device(device):
         code = int(getattr(driver, name)(*args))
     if code in (0, expected):
         return code

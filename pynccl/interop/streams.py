@@ -101,11 +101,7 @@ class CudaStream(Shared):
         if isinstance(event, CudaStream):
             event = event.record()
         if isinstance(event, CudaEvent):
-            if (self.pointer.value or 0) > DEFAULT_STREAMS:
-                event.block(self.pointer)
-            else:  # of the current GPU
-                with on_device(self.device):
-                    event.block(self.pointer)
+            event.block(self.pointer, None if (self.pointer.value or 0) > DEFAULT_STREAMS else self.device)
         elif attribute(event, "cuda_event") is not None:
             with on_device(self.device):
                 event.wait(sys.modules["torch"].cuda.ExternalStream(self.handle))

@@ -18,7 +18,6 @@ from ..bindings.workers import WorkerCall
 from ..comm.base import explained
 from ..comm.communicator import Communicator
 from ..comm.groups import group
-from ..interop.devices import on_device
 from ..interop.events import pooled
 from ..interop.handles import DEFAULT_STREAMS, Handle, vouched
 from ..interop.keepalive import Shelf
@@ -137,10 +136,11 @@ class Work(c10d.WorkBase):
     def _settle(self) -> None:
         with self._lock():
             first, self._settled = not self._settled, True
-        if first and self.event is not None and self.lane is not None:
-            self.lane.set_result(self._base_future, self._result)
-        elif first:
-            self._base_future.set_result(self._result)
+        if first:
+            if self.event is not None and self.lane is not None:
+                self.lane.set_result(self._base_future, self._result)
+            else:
+                self._base_future.set_result(self._result)
 
 
 class Lane:
@@ -177,11 +177,8 @@ class Lane:
     def join(self, event: Any) -> int:
         """Make torch's current stream wait for an event. Return the stream's handle."""
         stream: int = torch._C._cuda_getCurrentRawStream(self._ordinal)
-        if stream > DEFAULT_STREAMS or torch._C._cuda_getDevice() == self._ordinal:
-            event.block(ctypes.c_void_p(stream))
-        else:  # each GPU has a default stream with this handle: that of the current GPU is meant
-            with on_device(self._ordinal):
-                event.block(ctypes.c_void_p(stream))
+        is_clear = stream > DEFAULT_STREAMS or torch._C._cuda_getDevice() == self._ordinal
+        event.block(ctypes.c_void_p(stream), None if is_clear else self._ordinal)
         return stream
 
     def set_result(self, future: Any, result: list[torch.Tensor]) -> None:

@@ -66,15 +66,12 @@ def driver_calls():
 def free():
     return [pointer.value for pointer in events._pools[0]]
 
-if os.environ.get("RECORDER") == "off":
-    comm._track = None
 driver.stub_forget_calls()
 """
 
-FRAMES = (40, 40, 40, 40, 60, 60, 120, 60)
-# Name -> the call; calls of the driver; calls of NCCL; and at most these frames of pynccl and bytes at a time: numbers
-# of this version, which no change should exceed unnoticed. The bounds in host time, as ratios to torch's NCCL backend,
-# that they stand for: async + wait 1.15, async + future 1.3, synchronous calls 1.0 (shared/gpu/h200.md).
+# Name -> the call; calls of the driver; calls of NCCL; the most frames of this package, and bytes at a time: those of
+# this version, which no change should exceed unnoticed. Beside each, the host time for which they stand, as a ratio to
+# torch's NCCL backend on an H200, and that backend's microseconds.
 COSTS = """
 ORDER = ["cuEventRecord", "cuStreamWaitEvent", "cuEventRecord"]
 WAIT = ["cuStreamWaitEvent"]
@@ -92,17 +89,17 @@ def batched():
 gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 CALLS = {
-    "all_reduce": (lambda: dist.all_reduce(x), [], [A], FRAMES[0]),
-    "broadcast": (lambda: dist.broadcast(x, 0), [], ["ncclBroadcast"], FRAMES[1]),
-    "all_gather": (lambda: gather(y, x), [], ["ncclAllGather"], FRAMES[2]),
-    "reduce_scatter": (lambda: scatter(y, x), [], ["ncclReduceScatter"], FRAMES[3]),
-    "async + wait": (lambda: begin(x).wait(), ORDER + WAIT, [A], FRAMES[4]),
-    "async + future": (lambda: begin(x).get_future().wait(), ORDER, [A], FRAMES[5]),
-    "batch of 2": (batched, ORDER + WAIT, ["ncclGroupStart", A, A, "ncclGroupEnd"], FRAMES[6]),
-    "async copy": (lambda: begin(many[:, 0]).wait(), ORDER + WAIT, [A], FRAMES[7]),
+    "all_reduce": (lambda: dist.all_reduce(x), [], [A], 23, 3000),  # 1.0 of 16.6
+    "broadcast": (lambda: dist.broadcast(x, 0), [], ["ncclBroadcast"], 26, 3000),  # 1.0 of 15.6
+    "all_gather": (lambda: gather(y, x), [], ["ncclAllGather"], 29, 3300),  # 1.0 of 19.8
+    "reduce_scatter": (lambda: scatter(y, x), [], ["ncclReduceScatter"], 30, 3300),
+    "async + wait": (lambda: begin(x).wait(), ORDER + WAIT, [A], 41, 4000),  # 1.15 of 21.1
+    "async + future": (lambda: begin(x).get_future().wait(), ORDER, [A], 48, 4200),  # 1.3 of 23 to 46
+    "batch of 2": (batched, ORDER + WAIT, ["ncclGroupStart", A, A, "ncclGroupEnd"], 104, 7500),
+    "async copy": (lambda: begin(many[:, 0]).wait(), ORDER + WAIT, [A], 44, 4600),
 }
 gc.disable()
-for name, (call, in_driver, in_nccl, frames) in CALLS.items():
+for name, (call, in_driver, in_nccl, frames, nbytes) in CALLS.items():
     for _ in range(100):
         call()
         stub.clear()
@@ -127,7 +124,7 @@ for name, (call, in_driver, in_nccl, frames) in CALLS.items():
         sys.setprofile(None)
         return list(seen)
     found = min((profiled() for _ in range(5)), key=len)
-    assert 5 < len(found) <= frames, (name, len(found), found)
+    assert frames / 2 < len(found) <= frames, (name, len(found), found)
     def blocks():
         before = sys.getallocatedblocks()
         for _ in range(20):
@@ -143,8 +140,7 @@ for name, (call, in_driver, in_nccl, frames) in CALLS.items():
     call()
     peak = tracemalloc.get_traced_memory()[1] - before
     tracemalloc.stop()
-    print(name, len(found), peak)
-    assert 500 < peak < 8000, (name, peak)
+    assert nbytes / 2 < peak <= nbytes, (name, peak)
     stub.clear()
 """
 
@@ -229,7 +225,7 @@ for _ in range(40):
     issue().wait()
 assert reference() is not None
 driver.stub_query(0)
-for _ in range(200):
+for _ in range(100):
     issue().wait()
 assert reference() is None
 driver_calls()
@@ -292,7 +288,7 @@ assert torch_state.set == [lane.side.handle, made] * 2
 """,
     "threads": """
 def run():
-    for _ in range(300):
+    for _ in range(100):
         work = issue()
         work.wait()
         issue()
@@ -331,8 +327,8 @@ assert driver_calls() == ["cuEventRecord", "cuStreamWaitEvent"], driver_calls()
 
 
 def test_calls_make_no_more_calls_of_cuda_and_python_than_needed() -> None:
-    failed = failures_over_driver({"costs": f"{SETUP}\nFRAMES = {FRAMES}\n{COSTS}"})
-    assert not [line for line in failed.splitlines() if line.startswith("---")], failed
+    failed = failures_over_driver({"costs": SETUP + COSTS}, IMPORTS)
+    assert not failed, failed
 
 
 def test_events_and_buffers() -> None:
