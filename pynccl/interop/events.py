@@ -28,7 +28,7 @@ class _Driver:
         return function
 
 
-driver = _Driver()
+_calls = _Driver()
 
 
 class CudaEvent(Shared):
@@ -49,7 +49,7 @@ class CudaEvent(Shared):
 
     def record(self, stream: ctypes.c_void_p) -> None:
         """Record it on a stream of its GPU."""
-        if driver.cuEventRecord(self.pointer, stream):  # of the default stream of another GPU, or without a context
+        if _calls.cuEventRecord(self.pointer, stream):  # of the default stream of another GPU, or without a context
             _call_on(self.device, "cuEventRecord", self.pointer, stream)
 
     def block(self, stream: ctypes.c_void_p, default_of: int | None = None) -> None:
@@ -58,7 +58,7 @@ class CudaEvent(Shared):
         default_of  the GPU, for a default stream: all have the same handles. None: the current one"""
         if default_of is not None:
             _call_on(default_of, "cuStreamWaitEvent", stream, self.pointer, 0)
-        elif driver.cuStreamWaitEvent(stream, self.pointer, 0):
+        elif _calls.cuStreamWaitEvent(stream, self.pointer, 0):
             _call_on(self.device, "cuStreamWaitEvent", stream, self.pointer, 0)
 
     def synchronize(self) -> None:
@@ -93,7 +93,7 @@ def number_passed(events: Sequence[CudaEvent]) -> int:
     """Return how many of these events have passed. They are in the order in which they were recorded on one stream."""
     with on_device(events[0].device), relaxed():
         for number, event in enumerate(events):
-            if code := driver.cuEventQuery(event.pointer):
+            if code := _calls.cuEventQuery(event.pointer):
                 if code != _NOT_READY:
                     event.query()  # raises
                 return number
@@ -106,7 +106,7 @@ _spent: list[ctypes.c_void_p] = []  # to be destroyed
 
 def _create(device: int | None, timing: bool) -> ctypes.c_void_p:
     while _spent:
-        driver.cuEventDestroy_v2(_spent.pop())
+        _calls.cuEventDestroy_v2(_spent.pop())
     made = ctypes.c_void_p()
     _call_on(device, "cuEventCreate", ctypes.byref(made), 0 if timing else _DISABLE_TIMING)
     return made
@@ -115,7 +115,7 @@ def _create(device: int | None, timing: bool) -> ctypes.c_void_p:
 def _call_on(device: int | None, name: str, *args: Any, expected: int = 0) -> int:
     """Call the driver with the GPU current. Return the result: 0, or `expected`."""
     with on_device(device):
-        code = int(getattr(driver, name)(*args))
+        code = int(getattr(_calls, name)(*args))
     if code in (0, expected):
         return code
     text = described(cuda_driver().CUresult(code))

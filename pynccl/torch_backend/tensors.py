@@ -68,7 +68,7 @@ def _elements(x: torch.Tensor, reduces: bool) -> torch.Tensor:
         if x.dtype == torch.bool:
             return x.view(torch.uint8)
         return torch.view_as_real(x) if x.is_complex() else x
-    return x if _has_data_type(x.dtype) else x.reshape(-1).view(torch.uint8)
+    return x if x.dtype in torch_types or _has_data_type(x.dtype) else x.reshape(-1).view(torch.uint8)
 
 
 def _has_data_type(dtype: torch.dtype) -> bool:

@@ -89,14 +89,14 @@ def batched():
 gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 CALLS = {
-    "all_reduce": (lambda: dist.all_reduce(x), [], [A], 23, 3000),  # 1.0 of 16.6
-    "broadcast": (lambda: dist.broadcast(x, 0), [], ["ncclBroadcast"], 26, 3000),  # 1.0 of 15.6
-    "all_gather": (lambda: gather(y, x), [], ["ncclAllGather"], 29, 3300),  # 1.0 of 19.8
-    "reduce_scatter": (lambda: scatter(y, x), [], ["ncclReduceScatter"], 30, 3300),
-    "async + wait": (lambda: begin(x).wait(), ORDER + WAIT, [A], 41, 4000),  # 1.15 of 21.1
-    "async + future": (lambda: begin(x).get_future().wait(), ORDER, [A], 48, 4200),  # 1.3 of 23 to 46
-    "batch of 2": (batched, ORDER + WAIT, ["ncclGroupStart", A, A, "ncclGroupEnd"], 104, 7500),
-    "async copy": (lambda: begin(many[:, 0]).wait(), ORDER + WAIT, [A], 44, 4600),
+    "all_reduce": (lambda: dist.all_reduce(x), [], [A], 23, 3500),  # 1.0 of 16.6
+    "broadcast": (lambda: dist.broadcast(x, 0), [], ["ncclBroadcast"], 26, 3500),  # 1.0 of 15.6
+    "all_gather": (lambda: gather(y, x), [], ["ncclAllGather"], 29, 4000),  # 1.0 of 19.8
+    "reduce_scatter": (lambda: scatter(y, x), [], ["ncclReduceScatter"], 30, 4000),
+    "async + wait": (lambda: begin(x).wait(), ORDER + WAIT, [A], 41, 4700),  # 1.15 of 21.1
+    "async + future": (lambda: begin(x).get_future().wait(), ORDER, [A], 48, 4900),  # 1.3 of 23 to 46
+    "batch of 2": (batched, ORDER + WAIT, ["ncclGroupStart", A, A, "ncclGroupEnd"], 104, 9000),
+    "async copy": (lambda: begin(many[:, 0]).wait(), ORDER + WAIT, [A], 44, 5400),
 }
 gc.disable()
 for name, (call, in_driver, in_nccl, frames, nbytes) in CALLS.items():
