@@ -6,6 +6,7 @@ recorded again at once: what waits for it already has the point of that time. No
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections import defaultdict
 from collections.abc import Sequence
@@ -105,8 +106,9 @@ _spent: list[ctypes.c_void_p] = []  # to be destroyed
 
 
 def _create(device: int | None, timing: bool) -> ctypes.c_void_p:
-    while _spent:
-        _calls.cuEventDestroy_v2(_spent.pop())
+    with contextlib.suppress(IndexError):  # another thread may take the last one
+        while _spent:
+            _calls.cuEventDestroy_v2(_spent.pop())
     made = ctypes.c_void_p()
     _call_on(device, "cuEventCreate", ctypes.byref(made), 0 if timing else _DISABLE_TIMING)
     return made
