@@ -42,16 +42,23 @@ def current_device() -> int:
     return int(cuda_core().Device(None).device_id)
 
 
-def core_device(device: int | str | None) -> Any:
-    """Return the cuda.core device for a name or ordinal; None: the current one."""
+def gpu_ordinal(device: int | str | None) -> int:
+    """Return the ordinal of a GPU given by name or ordinal; None: the current one. Whether it exists is not checked."""
     problem = gpu_problem()
     if problem:
         raise NcclSystemError(
             f"{problem}\n  install the driver (nvidia-smi must work), or set PYNCCL_LIBRARY=host to run on the CPU"
         )
-    if str(device).startswith("cpu"):
+    if device is None:
+        return current_device()
+    if type(device) is not int and str(device).startswith("cpu"):
         raise ValueError(f"device is {shown(device)}, expected a GPU: 'cuda:1', 1, or None for the current one")
-    return cuda_core().Device(current_device() if device is None else device_ordinal(device))
+    return device_ordinal(device)
+
+
+def core_device(device: int | str | None) -> Any:
+    """Return the cuda.core device for a name or ordinal; None: the current one."""
+    return cuda_core().Device(gpu_ordinal(device))
 
 
 class on_device:

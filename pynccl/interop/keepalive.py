@@ -8,9 +8,11 @@ References live no longer than the stream and its work.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from typing import Any
 
 from .devices import cuda_driver, on_device
+from .events import CudaEvent, number_passed, relaxed
 
 _detached: list[KeepAlive] = []  # of streams that are gone but may have pending work
 
@@ -66,24 +68,43 @@ class KeepAlive:
             _detached.append(self)
 
 
+class Shelf:
+    """References that callers release, and those that nobody released until the work of a stream has passed.
+
+    Events are queried only once there are twice as many entries as were left the last time."""
+
+    def __init__(self) -> None:
+        self._entries: deque[tuple[CudaEvent, list[Any]]] = deque()
+        self._many = _FEW
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def add(self, event: CudaEvent, kept: list[Any]) -> None:
+        """Keep what is in the list until it is cleared: by the caller, or here, since the event has passed.
+
+        event  recorded behind the work that uses it, on the same stream as the others"""
+        entries = self._entries
+        entries.append((event, kept))
+        full = len(entries) > self._many
+        if full:
+            known = list(entries)
+            for _, passed in known[: number_passed([event for event, _ in known])]:
+                passed.clear()
+        try:  # popped before it is looked at, since another thread may do the same
+            while not (first := entries.popleft())[1]:
+                pass
+            entries.appendleft(first)
+        except IndexError:
+            pass
+        if full:
+            self._many = 2 * len(entries) + _FEW
+
+
+_FEW = 4
+
+
 def capturing(core: Any) -> bool:
     """Return whether the stream is being captured into a CUDA graph, during which its events cannot be queried."""
     code, status = cuda_driver().cuStreamIsCapturing(core.handle)[:2]
     return not code and bool(status)
-
-
-class relaxed:
-    """`with relaxed():` this thread may query events while other streams are captured into CUDA graphs.
-
-    In CUDA's default capture mode, which torch uses too, such a query invalidates any capture in the process."""
-
-    __slots__ = ("_before",)
-
-    def __enter__(self) -> None:
-        driver = cuda_driver()
-        _, self._before = driver.cuThreadExchangeStreamCaptureMode(
-            driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-        )
-
-    def __exit__(self, *exc: object) -> None:
-        cuda_driver().cuThreadExchangeStreamCaptureMode(self._before)

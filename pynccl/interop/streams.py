@@ -7,6 +7,7 @@ stream or device is used.
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import weakref
 from collections.abc import Callable
@@ -22,10 +23,12 @@ from .devices import (
     cuda_driver,
     current_device,
     described,
+    gpu_ordinal,
     on_device,
 )
+from .events import CudaEvent, pooled
 from .handles import DEFAULT_STREAMS, LASTING, Handle, handle_of, is_cupy_event, number_of, of_torch, source_of
-from .keepalive import KeepAlive, capturing, relaxed
+from .keepalive import KeepAlive, capturing
 
 
 @runtime_checkable
@@ -62,32 +65,6 @@ class Stream(Protocol):
         """Return whether all the work is done."""
 
 
-class CudaEvent(Shared):
-    """A cuda.core event with this module's methods. Works in any thread, whichever GPU is current.
-
-    device  ordinal of its GPU; None: the GPU that is current at each use"""
-
-    def __init__(self, event: Any, device: int | None = None) -> None:
-        self.core, self.device = event, device
-
-    @property
-    def handle(self) -> int:
-        return int(self.core.handle)
-
-    def synchronize(self) -> None:
-        with on_device(self.device):
-            self.core.sync()
-
-    def query(self) -> bool:
-        with on_device(self.device), relaxed():
-            return bool(self.core.is_done)
-
-    def elapsed_time(self, end: CudaEvent) -> float:
-        """Milliseconds from this event to `end`; both need create_event(timing=True)."""
-        with on_device(self.device):
-            return float(end.core - self.core)
-
-
 class CudaStream(Shared):
     """A cuda.core stream with this module's methods. Works in any thread, whichever GPU is current.
 
@@ -98,6 +75,7 @@ class CudaStream(Shared):
     def __init__(self, stream: Any, device: int | None = None, own: bool = False, source: Any = None) -> None:
         self.core, self.device, self._own = stream, device, own
         self.source = LASTING if own else source
+        self.pointer = ctypes.c_void_p(int(stream.handle))
         self._kept = KeepAlive(stream, device)
         self._closed = False
 
@@ -110,37 +88,34 @@ class CudaStream(Shared):
         return 0, self.handle
 
     def record(self, event: CudaEvent | None = None) -> CudaEvent:
-        with self._open():
-            if event is None:
-                return CudaEvent(self.core.record(), self.device)
-            instance(event, CudaEvent, "record: event", "an event of pynccl.create_event(), or None for a new one")
-            self.core.record(event.core)
-            return event
+        self._check_open()
+        if event is None:
+            event = pooled(self.device)
+        instance(event, CudaEvent, "record: event", "an event of pynccl.create_event(), or None for a new one")
+        event.record(self.pointer)
+        return event
 
     def wait(self, event: Any) -> None:
         """Wait for an event or stream of pynccl, cuda.core, torch or CuPy, or for a stream of any other library."""
+        self._check_open()
         if isinstance(event, CudaStream):
-            event._check_open()
-        other = attribute(event, "core", event)
-        if attribute(other, "cuda_event") is not None:
+            event = event.record()
+        if isinstance(event, CudaEvent):
+            event.block(self.pointer, None if (self.pointer.value or 0) > DEFAULT_STREAMS else self.device)
+        elif attribute(event, "cuda_event") is not None:
             with on_device(self.device):
-                other.wait(sys.modules["torch"].cuda.ExternalStream(self.handle))
-            return
-        if is_cupy_event(event):
-            with self._open():
+                event.wait(sys.modules["torch"].cuda.ExternalStream(self.handle))
+        elif is_cupy_event(event):
+            with on_device(self.device):
                 sys.modules["cupy"].cuda.ExternalStream(self.handle).wait_event(event)
-            return
-        device = attribute(event, "device")
-        if other is event and (number := number_of(event)) is not None:
+        elif (number := number_of(event)) is not None:
             other = _cuda_core().Stream.from_handle(int(number))
-            device = _device_of(event, int(number), other, self.device)
-        elif other is event and attribute(event, "handle") is None:  # cuda.core's streams and events have one
+            self.wait(CudaStream(other, _device_of(event, int(number), other, self.device)))
+        elif attribute(event, "handle") is not None:  # an event of cuda.core
+            with on_device(self.device):
+                self.core.wait(event)
+        else:
             raise TypeError(f"wait: event is {shown(event)}, expected an event or a stream, of any CUDA library")
-        if isinstance(device, int) and device != self.device and not isinstance(event, CudaEvent):
-            with on_device(device):  # the event must be created on the other stream's GPU
-                other = other.record()
-        with self._open():
-            self.core.wait(other)
 
     def synchronize(self) -> None:
         with self._open():
@@ -252,9 +227,21 @@ def current_stream(device: int | str | None = None, *, library: Library | None =
     if library.is_host:
         caller: Stream = host_module().CallerStream()
         return caller
-    ordinal = int(_core_device(device).device_id)
+    ordinal = gpu_ordinal(device)
     handle = _current_handle(ordinal)
-    return CudaStream(_cuda_core().Stream.from_handle(int(handle)), ordinal, source=source_of(handle))
+    known = _current.get((ordinal, handle))
+    if known is not None and not known._closed:
+        return known
+    _core_device(ordinal)  # raises if there is no such GPU
+    found = CudaStream(_cuda_core().Stream.from_handle(int(handle)), ordinal, source=source_of(handle))
+    if not handle or found.source is LASTING:
+        _current[ordinal, int(handle)] = found
+    return found
+
+
+# By GPU and handle: torch's own streams and the default streams, whose handles never become those of other streams. An
+# object is not kept for the handle of a stream that somebody may destroy.
+_current: dict[tuple[int, int], CudaStream] = {}
 
 
 def _current_handle(ordinal: int) -> int:
@@ -270,14 +257,7 @@ def create_event(device: int | str | None = None, *, timing: bool = False, libra
     library = chosen(library)
     if library.is_host:
         return host_module().HostEvent()
-    core_device = _core_device(device)
-    ordinal = int(core_device.device_id)
-    options = _cuda_core().EventOptions
-    # The field was called enable_timing before cuda.core 1.0.
-    field = "timing_enabled" if hasattr(options, "timing_enabled") else "enable_timing"
-    with on_device(ordinal):
-        core_device.set_current()
-        return CudaEvent(core_device.create_event(options=options(**({field: True} if timing else {}))), ordinal)
+    return CudaEvent(int(_core_device(device).device_id), timing)
 
 
 def stream_handle(stream: Any) -> int:

@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -149,7 +150,9 @@ class PyncclBackend(Collectives):
         self._sequence += 1
         here, limit = getattr(opts, "asyncOp", True) is False, getattr(opts, "timeout", _NO_LIMIT)
         seconds = limit.total_seconds() if limit > _NO_LIMIT else 0.0
-        return self._lane(result[0].device).run(calls, result, here, copies, seconds)
+        kind = "cuda" if result[0].is_cuda else "cpu" if result[0].is_cpu else ""  # device.type takes far longer
+        lane = self._lanes.get(kind) or self._lane(result[0].device)
+        return lane.run(calls, result, here, copies, seconds)
 
     def start_coalescing(self) -> None:
         """Collect the following calls into one group."""
@@ -169,7 +172,7 @@ class PyncclBackend(Collectives):
             self._lane(device).comm.barrier()
             return Work(None, [])
         one = torch.ones(1, dtype=torch.int32, device=device)
-        return self._run([one], [lambda comm, stream: comm.all_reduce(one, one, stream=stream)], opts)
+        return self._run([one], [partial(Communicator.all_reduce, send=one, recv=one)], opts)
 
     def monitored_barrier(self, opts: Any = None, wait_all_ranks: bool = False) -> None:
         """barrier() with its own timeout. Before torch 2.14 dist.monitored_barrier works with gloo only."""

@@ -8,6 +8,7 @@ methods, raised before anything is launched.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,11 +25,14 @@ class Collectives(c10d.Base):
     """Base class of PyncclBackend with the collective methods."""
 
     def allreduce(self, tensors: Any, opts: Any = SUM) -> Work:
-        tensors, op, copies = _listed(tensors), _operator_of(opts), _no_copies()
-        if any(x.is_sparse for x in tensors):
-            return self._allreduce_sparse(tensors, op)
-        buffers = [target(x, copies, reduces=True, keep=True) for x in tensors]
-        calls = [_reduction("all_reduce", x, op, y, y) for x, y in zip(tensors, buffers, strict=True)]
+        tensors, op = _listed(tensors), _operator_of(opts)
+        calls: list[Call] = []
+        copies: list[Copy] = []
+        for x in tensors:
+            if x.is_sparse:
+                return self._allreduce_sparse(tensors, op)
+            y = target(x, copies, reduces=True, keep=True)
+            calls.append(_reduction("all_reduce", x, op, send=y, recv=y))
         return self._run(tensors, calls, opts, copies)
 
     allreduce_coalesced = allreduce
@@ -37,8 +41,8 @@ class Collectives(c10d.Base):
         """Sum sparse tensors over all ranks, such as gradients of nn.Embedding(sparse=True).
 
         Blocks until the numbers of elements of all ranks are known."""
-        if c10d.operator_name(op) != "SUM":
-            raise ValueError(f"ReduceOp.{c10d.operator_name(op)} of a sparse tensor: expected SUM")
+        if (name := c10d.OPERATOR_NAMES[hash(op)]) != "SUM":
+            raise ValueError(f"ReduceOp.{name} of a sparse tensor: expected SUM")
         for x in tensors:
             comm, data = self._lane(x.device).comm, x.data.coalesce()
             counts = comm.all_gather(torch.tensor([data._nnz()], device=x.device)).tolist()
@@ -55,12 +59,12 @@ class Collectives(c10d.Base):
     def broadcast(self, tensors: Any, opts: Any = 0) -> Work:
         tensors, root, copies = _listed(tensors), _root_of(opts), _no_copies()
         buffers = [target(x, copies, keep=True) for x in tensors]
-        return self._run(tensors, [_movement("broadcast", y, y, root=root) for y in buffers], opts, copies)
+        return self._run(tensors, [_movement("broadcast", send=y, recv=y, root=root) for y in buffers], opts, copies)
 
     def reduce(self, tensors: Any, opts: Any = 0, op: Any = SUM) -> Work:
         [x], root, copies = _listed(tensors), _root_of(opts), _no_copies()
         y = target(x, copies, reduces=True, keep=True)
-        call = _reduction("reduce", x, getattr(opts, "reduceOp", op), y, y, root=root)
+        call = _reduction("reduce", x, getattr(opts, "reduceOp", op), send=y, recv=y, root=root)
         return self._run([x], [call], opts, copies if self.rank() == root else ())
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
@@ -71,7 +75,7 @@ class Collectives(c10d.Base):
             send, recv = source(x), recv_buffer_of(outs, copies)
             counts = [out.numel() * x.element_size() // send.element_size() for out in outs]
             uneven = {"counts": counts} if len(set(counts)) > 1 else {}
-            calls.append(_movement("all_gather_v" if uneven else "all_gather", send, recv, **uneven))
+            calls.append(_movement("all_gather_v" if uneven else "all_gather", send=send, recv=recv, **uneven))
         return self._run([out for outs in lists for out in outs], calls, opts, copies)
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
@@ -80,8 +84,11 @@ class Collectives(c10d.Base):
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         copies = _no_copies()
-        pairs = [(source(x), target(out, copies)) for out, x in zip(outputs, inputs, strict=True)]
-        return self._run(outputs, [_movement("all_gather", *pair) for pair in pairs], opts, copies)
+        calls = [
+            _movement("all_gather", send=source(x), recv=target(out, copies))
+            for out, x in zip(outputs, inputs, strict=True)
+        ]
+        return self._run(outputs, calls, opts, copies)
 
     def all_gather_single(self, output: Any, x: Any, opts: Any = None) -> Work:
         return self.all_gather_single_coalesced([output], [x], opts)
@@ -94,13 +101,13 @@ class Collectives(c10d.Base):
             counts = [x.numel() * send.numel() // max(sum(x.numel() for x in blocks), 1) for x in blocks]
             uneven = {"counts": counts} if len(set(counts)) > 1 else {}
             method = "reduce_scatter_v" if uneven else "reduce_scatter"
-            calls.append(_reduction(method, out, _operator_of(opts), send, recv, **uneven))
+            calls.append(_reduction(method, out, _operator_of(opts), send=send, recv=recv, **uneven))
         return self._run(outputs, calls, opts, copies)
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = SUM) -> Work:
         copies, op = _no_copies(), _operator_of(opts)
         calls = [
-            _reduction("reduce_scatter", out, op, source(x, reduces=True), target(out, copies, reduces=True))
+            _reduction("reduce_scatter", out, op, send=source(x, reduces=True), recv=target(out, copies, reduces=True))
             for out, x in zip(outputs, inputs, strict=True)
         ]
         return self._run(outputs, calls, opts, copies)
@@ -115,7 +122,7 @@ class Collectives(c10d.Base):
             [result] = _lists(outputs, 1)
             self._check_list("gather", result, equal=True)
             recv = recv_buffer_of(result, copies)
-        return self._run(result, [_movement("gather", source(x), recv, root=root)], opts, copies)
+        return self._run(result, [_movement("gather", send=source(x), recv=recv, root=root)], opts, copies)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = 0) -> Work:
         [out], root, copies, send = _listed(outputs), _root_of(opts), _no_copies(), None
@@ -123,7 +130,7 @@ class Collectives(c10d.Base):
             [blocks] = _lists(inputs, 1)
             self._check_list("scatter", blocks, equal=True)
             send = concatenated(blocks)
-        return self._run([out], [_movement("scatter", send, target(out, copies), root=root)], opts, copies)
+        return self._run([out], [_movement("scatter", send=send, recv=target(out, copies), root=root)], opts, copies)
 
     def all_to_all_single(self, output: Any, x: Any, out_splits: Any = (), splits: Any = (), opts: Any = None) -> Work:
         copies = _no_copies()
@@ -132,7 +139,7 @@ class Collectives(c10d.Base):
             "send_counts": self._split_counts("input", x, splits, send.numel()),
             "recv_counts": self._split_counts("output", output, out_splits, recv.numel()),
         }
-        return self._run([output], [_movement("all_to_all_v", send, recv, **counts)], opts, copies)
+        return self._run([output], [_movement("all_to_all_v", send=send, recv=recv, **counts)], opts, copies)
 
     def _split_counts(self, role: str, x: torch.Tensor, splits: Sequence[int], numel: int) -> list[int]:
         """Convert split sizes in rows to element counts of the buffer; no splits: equal sizes."""
@@ -153,7 +160,8 @@ class Collectives(c10d.Base):
         self._check_list("all_to_all", outputs)
         self._check_list("all_to_all", inputs)
         for peer, (x, out) in enumerate(zip(inputs, outputs, strict=True)):
-            calls += [_movement("send", source(x), peer=peer), _movement("recv", target(out, copies), peer=peer)]
+            calls.append(_movement("send", buf=source(x), peer=peer))
+            calls.append(_movement("recv", buf=target(out, copies), peer=peer))
         return self._run(outputs, calls, opts, copies)
 
     # Their names before torch 2.13.
@@ -173,20 +181,20 @@ class Collectives(c10d.Base):
             raise ValueError(f"{operation}: the tensors have {counts} elements, expected equal numbers for all ranks")
 
 
-def _movement(method: str, *buffers: Any, **options: Any) -> Call:
+def _movement(method: str, **arguments: Any) -> Call:
     """Return a function that calls a method of a communicator."""
-    return lambda comm, stream: getattr(comm, method)(*buffers, stream=stream, **options)
+    return partial(getattr(Communicator, method), **arguments)
 
 
-def _reduction(method: str, x: torch.Tensor, op: Any, *buffers: Any, **options: Any) -> Call:
+def _reduction(method: str, x: torch.Tensor, op: Any, **arguments: Any) -> Call:
     """`_movement` for a reduction with a ReduceOp, of tensors like x."""
     code = operator(op, x)
     if isinstance(code, str):
-        return _movement(method, *buffers, op=code, **options)
+        return partial(getattr(Communicator, method), op=code, **arguments)
 
     def call(comm: Communicator, stream: Any) -> None:
         with code(comm) as premul_sum:
-            getattr(comm, method)(*buffers, op=premul_sum, stream=stream, **options)
+            getattr(comm, method)(op=premul_sum, stream=stream, **arguments)
 
     return call
 
@@ -196,7 +204,7 @@ def _no_copies() -> list[Copy]:
 
 
 def _listed(tensors: Any) -> list[torch.Tensor]:
-    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    return [tensors] if isinstance(tensors, torch.Tensor) else tensors
 
 
 def _lists(tensors: Any, count: int) -> list[list[torch.Tensor]]:

@@ -68,7 +68,7 @@ def _elements(x: torch.Tensor, reduces: bool) -> torch.Tensor:
         if x.dtype == torch.bool:
             return x.view(torch.uint8)
         return torch.view_as_real(x) if x.is_complex() else x
-    return x if _has_data_type(x.dtype) else x.reshape(-1).view(torch.uint8)
+    return x if x.dtype in torch_types or _has_data_type(x.dtype) else x.reshape(-1).view(torch.uint8)
 
 
 def _has_data_type(dtype: torch.dtype) -> bool:
@@ -80,7 +80,7 @@ def _has_data_type(dtype: torch.dtype) -> bool:
 
 def operator(op: Any, x: torch.Tensor) -> str | Callable[[Communicator], PreMulSum]:
     """Return the communicator's name of a ReduceOp for tensors like x; for PREMUL_SUM, a factory of the operator."""
-    name = c10d.operator_name(op)
+    name = c10d.OPERATOR_NAMES[hash(op)]
     if name == "PREMUL_SUM":
         factor, dtype = c10d.factor(op), x.dtype.to_real()
         if isinstance(factor, torch.Tensor):

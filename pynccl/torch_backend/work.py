@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -18,11 +18,14 @@ from ..bindings.workers import WorkerCall
 from ..comm.base import explained
 from ..comm.communicator import Communicator
 from ..comm.groups import group
-from ..interop.streams import create_stream, current_stream
+from ..interop.events import pooled
+from ..interop.handles import DEFAULT_STREAMS, Handle, vouched
+from ..interop.keepalive import Shelf
+from ..interop.streams import create_stream
 from . import c10d
 from .tensors import Copy
 
-Call = Callable[[Communicator, Any], object]  # (communicator, stream); stream None: the current stream
+Call = Callable[..., object]  # (communicator, stream=); stream None: the current stream
 
 
 class Work(c10d.WorkBase):
@@ -33,18 +36,19 @@ class Work(c10d.WorkBase):
     event   on CUDA: recorded after the call on the side stream; None: the call is on the current stream
     """
 
+    source = -1  # source rank of a recv
+    event: Any = None
+    _done: Any = None  # an event, or a flag like one; None: it has run, or is enqueued on a stream
+    _stream = 0  # the stream that runs it (CPU), or on which it was issued (CUDA)
+    _kept: list[Any] | None = None  # on CUDA: its buffers, until wait()
+    _future_wait = 0  # of those who have its future: the number from begin_wait
+    _error: BaseException | None = None
+    _future: Any = None
+    _settled = False
+
     def __init__(self, lane: Lane | None, result: Sequence[torch.Tensor], limit: float | None = None) -> None:
-        super().__init__()
+        c10d.WorkBase.__init__(self)
         self.lane, self._result, self._limit = lane, list(result), limit
-        self.source = -1  # source rank of a recv
-        self.event: Any = None
-        self._done: Any = None  # an event, or a flag like one; None: it has run, or is enqueued on a stream
-        self._stream = 0  # the host stream that runs it
-        self._future_wait = 0  # of those who have its future: the number from begin_wait
-        self._error: BaseException | None = None
-        self._future: Any = None
-        self._settled = False
-        self._lock = threading.Lock()
 
     def begin(self, stream: int) -> Work:
         """Mark it as pending until `complete` is called.   stream: the host stream that runs it"""
@@ -72,7 +76,9 @@ class Work(c10d.WorkBase):
             if self._error is not None:
                 raise self._error
         if self.event is not None and self.lane is not None:
-            self.lane.current().wait(self.event)
+            stream = self.lane.join(self.event)
+            if stream == self._stream and self._kept:
+                self._kept.clear()  # their memory is used again in the order of this stream: after the call
         return True
 
     def _wait(self, limit: float | None) -> bool:
@@ -108,12 +114,12 @@ class Work(c10d.WorkBase):
 
     def get_future(self) -> Any:
         """Return a future of the tensors. On CUDA it completes in stream order, like torch's own."""
-        with self._lock:
+        with self._lock():
             if self._future is None:
-                devices: Any = sorted({x.device for x in self._result if x.is_cuda}, key=str)
-                self._base_future: Any = torch.futures.Future(devices=devices or None)
+                on_cuda = bool(self._result) and self._result[0].is_cuda
+                self._base_future: Any = torch.futures.Future(devices=[self._result[0].device] if on_cuda else None)
                 # torch's set_exception() sets the exception as the result, which C++ (DDP's reducer) takes for tensors.
-                self._future = self._base_future if devices else self._base_future.then(self._outcome)
+                self._future = self._base_future if on_cuda else self._base_future.then(self._outcome)
                 if self._done is not None:  # DDP waits for the future, in C++
                     self._future_wait = host_module().begin_wait(self._stream)
                     if self._done.is_set():
@@ -122,16 +128,21 @@ class Work(c10d.WorkBase):
             self._settle()
         return self._future
 
+    def _lock(self) -> Any:
+        return self.__dict__.setdefault("_locked", threading.Lock())  # made when needed: most works have no future
+
     def _outcome(self, _: Any) -> list[torch.Tensor]:
         if self._error is not None:
             raise self._error
         return self._result
 
     def _settle(self) -> None:
-        with self._lock:
+        with self._lock():
             first, self._settled = not self._settled, True
         if first:
-            with self.lane.on_side() if self.event is not None and self.lane else contextlib.nullcontext():
+            if self.event is not None and self.lane is not None:
+                self.lane.set_result(self._base_future, self._result)
+            else:
                 self._base_future.set_result(self._result)
 
 
@@ -140,24 +151,50 @@ class Lane:
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
-        self.is_host = comm.library.is_host
-        self._device = None if self.is_host else comm.device
-        self._side: Any = None
+        self.is_host, self._ordinal = comm.library.is_host, comm.ordinal
+        self._made: tuple[Any, Handle] | None = None
+        self._shelf = Shelf()  # on CUDA: the buffers of calls for which nobody may have waited
         # DDP.join() passes the Work of a one-element sum to C++, which keeps only its C++ half: keep the Python half.
         self._handed_out: deque[Work] = deque(maxlen=16)
 
     @property
     def side(self) -> Any:
-        if self._side is None:
-            self._side = create_stream(self._device, library=self.comm.library)
-        return self._side
+        return self._side()[0]
 
-    def current(self) -> Any:
-        return current_stream(self._device, library=self.comm.library)
+    def _side(self) -> tuple[Any, Handle]:
+        """Return the side stream and its handle. On CUDA the works keep the buffers, not the stream."""
+        if self._made is None:
+            stream = create_stream(None if self.is_host else self._ordinal, library=self.comm.library)
+            with self.comm._lock:  # another thread may have been faster
+                self._made = self._made or (stream, vouched(stream.handle, stream if self.is_host else []))
+        return self._made
+
+    @cached_property
+    def _torchs_side(self) -> Any:
+        return torch.cuda.ExternalStream(self.side.handle, torch.device("cuda", self._ordinal))
 
     def on_side(self) -> Any:
         """Return a context manager in which torch's work runs on the side stream."""
-        return torch.cuda.stream(torch.cuda.ExternalStream(self.side.handle, torch.device(self.comm.device)))
+        return torch.cuda.stream(self._torchs_side)
+
+    def join(self, event: Any) -> int:
+        """Make torch's current stream wait for an event. Return the stream's handle."""
+        stream: int = torch._C._cuda_getCurrentRawStream(self._ordinal)
+        is_clear = stream > DEFAULT_STREAMS or torch._C._cuda_getDevice() == self._ordinal
+        event.block(ctypes.c_void_p(stream), None if is_clear else self._ordinal)
+        return stream
+
+    def set_result(self, future: Any, result: list[torch.Tensor]) -> None:
+        """Complete a future on the side stream: who waits for it, waits for what was issued there."""
+        current, before = torch._C._cuda_getDevice(), torch._C._cuda_getCurrentStream(self._ordinal)
+        side = self._torchs_side
+        torch._C._cuda_setStream(side.stream_id, side.device_index, side.device_type)  # and makes its GPU current
+        try:
+            future.set_result(result)
+        finally:
+            torch._C._cuda_setStream(*before)
+            if current != self._ordinal:
+                torch.cuda.set_device(current)
 
     def run(
         self, calls: Sequence[Call], result: Sequence[torch.Tensor], here: bool, copies: Sequence[Copy], limit: float
@@ -171,31 +208,54 @@ class Lane:
             for copy in copies:
                 copy()
             return Work(self, result)
-        side, work, track = self.side, Work(self, result, limit or None), self.comm._track
-        if sum(x.numel() for x in result) == 1:
+        work = Work(self, result, limit or None)
+        if len(result) == 1 and result[0].numel() == 1:
             self._handed_out.append(work)
-        side.wait(self.current())
-        with self.comm._lock:
-            self._issue(calls, side)
-            entry = 0 if track is None else track.head
         if self.is_host:
-            for copy in copies:
-                side.submit(copy)
-            work.begin(side.handle)
-            side.then(partial(self._complete, work, entry))
-            return work
+            self._run_on_host(work, calls, copies)
+        else:
+            self._run_on_cuda(work, calls, copies)
+        return work
+
+    def _run_on_host(self, work: Work, calls: Sequence[Call], copies: Sequence[Copy]) -> None:
+        (side, handle), track = self._side(), self.comm._track
+        with self.comm._lock:
+            self._issue(calls, handle)
+            entry = 0 if track is None else track.head
+        for copy in copies:
+            side.submit(copy)
+        work.begin(side.handle)
+        side.then(partial(self._complete, work, entry))
+
+    def _run_on_cuda(self, work: Work, calls: Sequence[Call], copies: Sequence[Copy]) -> None:
+        """Make four calls of CUDA. The side stream waits for the point at which the event is recorded first."""
+        (side, handle), track = self._side(), self.comm._track
+        work._stream = stream = torch._C._cuda_getCurrentRawStream(self._ordinal)
+        work.event = event = pooled(self._ordinal)
+        # CUDA cannot capture the default stream, 0; of another, torch's current one, torch asks the runtime.
+        event.captured = stream > 1 and torch.cuda.is_current_stream_capturing()
+        entry = 0 if track is None else track.head + len(calls)
+        event.record(ctypes.c_void_p(stream))
+        event.block(side.pointer)
+        self._issue(calls, handle)
         if copies:
             with self.on_side():
                 for copy in copies:
                     copy()
-            side.hold((*copies, *result))
-        work.event = side.record()
-        return work
+        event.record(side.pointer)
+        work._kept = kept = [calls, copies]
+        if not event.captured:  # nothing runs now, and a graph owns the memory of its replays
+            self._shelf.add(event, kept)
+            if track is not None:
+                track.recorded = entry, handle, event
 
     def _issue(self, calls: Sequence[Call], stream: Any) -> None:
-        with group() if len(calls) > 1 else contextlib.nullcontext():
+        if len(calls) == 1:
+            calls[0](self.comm, stream=stream)
+            return
+        with group():
             for call in calls:
-                call(self.comm, stream)
+                call(self.comm, stream=stream)
 
     def _complete(self, work: Work, entry: int, error: BaseException | None) -> None:
         """On the CPU's side stream: record that the call is done, so that hang reports do not show it as pending."""

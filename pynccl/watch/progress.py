@@ -7,14 +7,14 @@ its stream, but only if the capture began between the check of the stream and th
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from ..bindings.library import Library, host_module
-from ..interop.devices import cuda_core, cuda_driver, on_device
-from ..interop.keepalive import relaxed
-from ..interop.streams import CudaStream
+from ..interop.devices import cuda_driver, on_device
+from ..interop.events import pooled, relaxed
 
 
 def awaited_since(streams: set[int]) -> float:
@@ -38,10 +38,17 @@ class Mark(NamedTuple):
             return None
 
 
-def mark(library: Library, ordinal: int, entry: int, streams: Iterable[int]) -> Mark | None:
-    """Record a mark on these streams; None if one of them does not accept an event yet. Closed streams are skipped."""
+def mark(
+    library: Library, ordinal: int, entry: int, streams: Iterable[int], recorded: tuple[int, int, Any] = (0, 0, None)
+) -> Mark | None:
+    """Record a mark on these streams; None if one of them does not accept an event yet. Closed streams are skipped.
+
+    recorded  see Track: on that stream, its event does if no later call was made"""
     events = []
     for handle in streams:
+        if recorded[:2] == (entry, handle):
+            events.append(recorded[2])
+            continue
         try:
             event = _host_event(handle) if library.is_host else _cuda_event(handle, ordinal)
         except LookupError:
@@ -69,7 +76,9 @@ def _cuda_event(handle: int, ordinal: int) -> Any:
             raise LookupError("the stream is gone: another library has destroyed it")
         if code or status:
             return None
-        return CudaStream(cuda_core().Stream.from_handle(handle), ordinal).record()
+        event = pooled(ordinal)
+        event.record(ctypes.c_void_p(handle))
+        return event
 
 
 _INVALID_STREAM = (400, 709)  # CUDA_ERROR_INVALID_HANDLE, CUDA_ERROR_CONTEXT_IS_DESTROYED

@@ -65,6 +65,7 @@ class Track:
         self.exchange: Any = next(filter(None, known_exchanges), None)
         self.comm: Callable[[], Any] = lambda: None  # returns the communicator while it exists
         self.posts_on = posting_stream()  # the stream of its synchronous calls, which another thread makes; 0: none
+        self.recorded: tuple[int, int, Any] = 0, 0, None  # call, stream, and an event recorded there after that call
         self.library: Any = None  # of the communicator once it exists, and the ordinal of its device
         self.ordinal = -1
         for what, text in known._asdict().items():

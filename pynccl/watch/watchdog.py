@@ -186,7 +186,8 @@ class Watchdog:
         streams = track.streams(state.completed, state.entry)
         for synchronous in {0, track.posts_on} if track.library.is_host else {track.posts_on} - {0}:
             streams.pop(synchronous, None)  # its calls have returned
-        return self._ask_streams(track, partial(progress.mark, track.library, track.ordinal, state.entry, streams))
+        details = (track.library, track.ordinal, state.entry, streams, track.recorded)
+        return self._ask_streams(track, partial(progress.mark, *details))
 
     def _ask_streams(self, track: Track, call: Callable[[], T]) -> T:
         """Return `call()`, which calls CUDA. Raise NoAnswer if CUDA does not answer in time."""

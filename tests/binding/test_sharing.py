@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import io
 import pickle
 from collections.abc import Callable
@@ -16,7 +17,8 @@ from torch.optim.swa_utils import AveragedModel
 
 import pynccl
 from pynccl import Communicator
-from pynccl.interop.streams import CudaEvent, CudaStream
+from pynccl.interop.events import CudaEvent
+from pynccl.interop.streams import CudaStream
 
 HANDLES: dict[str, Callable[[Communicator], Any]] = {
     "Communicator": lambda comm: comm,
@@ -28,7 +30,7 @@ HANDLES: dict[str, Callable[[Communicator], Any]] = {
     "HostStream": lambda comm: pynccl.create_stream(),
     "HostEvent": lambda comm: pynccl.create_event(),
     "CudaStream": lambda comm: CudaStream(SimpleNamespace(handle=1)),
-    "CudaEvent": lambda comm: CudaEvent(SimpleNamespace(handle=1)),
+    "CudaEvent": lambda comm: CudaEvent(0, pointer=ctypes.c_void_p(1)),
 }
 
 

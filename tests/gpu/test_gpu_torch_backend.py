@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import weakref
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -14,6 +16,7 @@ import torch.distributed as dist
 
 import pynccl.torch_backend
 from pynccl import Communicator
+from pynccl.interop import events
 
 LARGE = 1 << 22  # elements: kernels take longer than a launch
 
@@ -100,6 +103,93 @@ def test_buffers_may_be_dropped_before_the_call_has_run(comm: Communicator, devi
         assert work is not None
         work.wait()
         assert first.item() == total(comm.size)
+
+
+def allreduce(x: torch.Tensor) -> Any:
+    """Take the maximum over the ranks. The Work itself: from torch 2.14 on, dist.all_reduce returns its C++ half."""
+    return dist.group.WORLD._get_backend(x.device).allreduce([x], dist.ReduceOp.MAX)
+
+
+def test_an_old_works_answer_is_not_changed_by_later_calls(comm: Communicator, device: torch.device) -> None:
+    x = torch.ones(LARGE, device=device)
+    first = allreduce(x)
+    first.wait()
+    torch.cuda.synchronize(device)
+    event = first.event.handle
+    for _ in range(3):
+        works = [allreduce(x) for _ in range(8)]
+        assert all(work.event.handle != event for work in works)
+        assert first.event.handle == event and first.event.query()  # while the later calls may still run
+        for work in works:
+            work.wait()
+    works.clear()
+    del work
+    again = [allreduce(x) for _ in range(3)]
+    assert len(events._pools[device.index]) > 4  # the later calls took what the earlier ones gave back
+    for work in again:
+        work.wait()
+
+
+def test_calls_in_a_captured_graph(comm: Communicator, device: torch.device) -> None:
+    x, strided = torch.ones(4, device=device), torch.ones(4, 2, device=device)
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for y in (x, strided[:, 0]):
+            allreduce(y).wait()
+    torch.cuda.synchronize(device)
+    graph, captured = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph, stream=stream):
+        x.mul_(2)
+        for _ in range(12):  # more than the lane keeps before it asks what has run
+            work = allreduce(x)
+            captured.append(work.event.handle)
+            work.wait()
+        work = allreduce(strided[:, 0])
+        captured.append(work.event.handle)
+        work.wait()
+    del work
+    assert len(set(captured)) > 1 and not set(captured) & {event.value for event in events._pools[device.index]}
+    works = [allreduce(x) for _ in range(20)]
+    for work in works:
+        work.wait()
+    for _ in range(3):
+        graph.replay()
+    assert x.tolist() == [8.0] * 4 and strided[:, 1].tolist() == [1.0] * 4
+    graph.reset()
+
+
+def test_buffers_live_until_wait_or_until_the_call_has_run(comm: Communicator, device: torch.device) -> None:
+    def issue() -> tuple[Any, weakref.ref[Any]]:
+        work = allreduce(torch.full((LARGE, 2), value(comm.rank), device=device)[:, 0])
+        buffer = work._kept[0][0].keywords["send"]  # a copy, since the tensor is not contiguous
+        return work, weakref.ref(buffer)
+
+    torch.cuda._sleep(1 << 28)  # nothing that follows has run for a while
+    waited, at_wait = issue()
+    dropped, after = issue()
+    del dropped
+    gc.collect()
+    assert at_wait() is not None and after() is not None
+    waited.wait()
+    del waited
+    assert at_wait() is None and after() is not None
+    torch.cuda.synchronize(device)
+    x = torch.ones(1, 2, device=device)
+    for _ in range(200):
+        allreduce(x).wait()
+    assert after() is None
+
+
+def test_futures_are_in_the_order_of_the_calls(comm: Communicator, device: torch.device) -> None:
+    x = torch.full((LARGE,), value(comm.rank), device=device)
+    current = torch.cuda.current_stream(device)
+    torch.cuda._sleep(1 << 26)
+    futures = [dist.all_reduce(x, op=op, async_op=True).get_future() for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX)]
+    assert torch.cuda.current_stream(device) == current
+    halves = [future.then(lambda done: done.value()[0] / 2) for future in futures]
+    assert torch.equal(halves[1].wait(), torch.full_like(x, total(comm.size) / 2))
+    assert torch.equal(futures[0].wait()[0], torch.full_like(x, total(comm.size)))
 
 
 def test_messages_around_a_ring_both_ways(comm: Communicator, device: torch.device) -> None:

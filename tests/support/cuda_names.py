@@ -17,16 +17,11 @@ LOOKED_UP: dict[str, tuple[str, ...]] = {
 CORE: tuple[str, ...] = (
     "Buffer.handle",
     "Device(device_id)",
-    "Device.create_event(options)",
     "Device.create_stream(options)",
     "Device.device_id",
     "Device.set_current()",
-    "Event.__sub__()",
     "Event.handle",
     "Event.is_done",
-    "Event.sync()",
-    "EventOptions(enable_timing)",
-    "EventOptions(timing_enabled)",
     "LegacyPinnedMemoryResource()",
     "LegacyPinnedMemoryResource.allocate(size)",
     "Stream.close()",
@@ -72,6 +67,8 @@ TORCH: tuple[str, ...] = (
     "_C._cuda_customAllocator",
     "_C._cuda_getCurrentRawStream",
     "_C._cuda_getCurrentStream",
+    "_C._cuda_getDevice",
+    "_C._cuda_setStream",
     "cuda.CUDAGraph",
     "cuda.Event",
     "cuda.ExternalStream",
@@ -110,14 +107,6 @@ TORCH: tuple[str, ...] = (
 
 # Name -> the checked versions that lack it, and what this project does there.
 ABSENT: dict[str, tuple[tuple[str, ...], str]] = {
-    "cuda.core.EventOptions(timing_enabled)": (
-        ("0.5.0", "0.5.1", "0.6.0", "0.7.0"),
-        "streams.create_event passes enable_timing",
-    ),
-    "cuda.core.EventOptions(enable_timing)": (
-        ("1.0.0", "1.0.1", "1.1.1", "1.2.2"),
-        "streams.create_event passes timing_enabled",
-    ),
     "cuda.bindings.nvml": (
         ("12.9.0", "13.0.0", "13.0.3", "13.1.0"),
         "the doctor uses the driver API",

@@ -101,9 +101,10 @@ for name, code in CODES.items():
 """
 
 
-def failures_over_driver(codes: dict[str, str]) -> str:
-    """Run each of `codes` as over_driver does, in forks of one process, and return the tracebacks of the failures."""
-    return over_driver(f"CODES = {codes!r}\n{EACH}")
+def failures_over_driver(codes: dict[str, str], first: str = "") -> str:
+    """Run each of `codes` as over_driver does, in forks of one process that has run `first`. Return the tracebacks
+    of the failures."""
+    return over_driver(f"{first}\nCODES = {codes!r}\n{EACH}")
 
 
 @functools.cache
