@@ -18,6 +18,8 @@ _NUMBERS = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x"
 _WAIT, _WAKE = 0, 1  # not private: the word is shared between processes
 _INT_MAX = 2**31 - 1
 _SPIN_SECONDS, _POLLS_PER_YIELD = 300e-6, 5
+_LONG_YIELD_SECONDS, _CROWDED_SECONDS = 200e-6, 0.05
+_crowded_until = 0.0  # by time.perf_counter()
 _number = _NUMBERS.get(platform.machine(), 0)
 _libc = ctypes.CDLL(None)
 _syscall = _libc.syscall
@@ -45,14 +47,25 @@ def sched_yield() -> None:
 
 
 def spin(word: memoryview, value: int) -> bool:
-    """Poll the word for a short time, yielding the core; return whether it is no longer `value`."""
-    end = time.perf_counter() + _SPIN_SECONDS
-    while time.perf_counter() < end:
+    """Poll the word for a short time, yielding the core; return whether it is no longer `value`.
+
+    If a yield takes long, others need the cores: then the kernel runs a thread that wakes up earlier than one that has
+    yielded, so nobody spins for a while."""
+    global _crowded_until
+    now = time.perf_counter()
+    if now < _crowded_until:
+        return False
+    end = now + _SPIN_SECONDS
+    while now < end:
         for _ in range(_POLLS_PER_YIELD):
             if word[0] != value:
                 return True
         sched_yield()
-    return False
+        before, now = now, time.perf_counter()
+        if now - before > _LONG_YIELD_SECONDS:
+            _crowded_until = now + _CROWDED_SECONDS
+            break
+    return word[0] != value
 
 
 def timeout_of(seconds: float) -> _Timespec:

@@ -12,6 +12,7 @@ import contextlib
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from ..bindings.workers import WorkerCall
 from ..comm.communicator import Communicator
 from ..watch import frames
 from .tensors import source, target
-from .work import Lane, Work
+from .work import Call, Lane, Work
 
 _POLL_SECONDS = 0.2
 
@@ -47,6 +48,8 @@ class Channel:
 
     def post(self, x: torch.Tensor, tag: int) -> Work:
         """Send x or receive into it. Returns immediately."""
+        if x.is_cuda and self.lane is not None and self._queue.query():  # connected, and nothing is before it
+            return self._issue(self.lane, x)
         work = Work(None, [x]).begin(self._queue.handle)
         site = frames.user_site()
         before = None if not x.is_cuda else torch.cuda.current_stream(x.device).record_event()
@@ -123,18 +126,20 @@ class Channel:
         for copy in copies:
             copy()
 
-    def _on_cuda(self, lane: Lane, work: Work, x: torch.Tensor, before: Any) -> None:
+    def _issue(self, lane: Lane, x: torch.Tensor) -> Work:
+        """Make the call on CUDA, after what was issued on the current stream."""
         copies: list[Any] = []
+        if self.sends:
+            call: Call = partial(Communicator.send, buf=source(x), peer=1)
+        else:
+            call = partial(Communicator.recv, buf=target(x, copies), peer=0)
+        return lane.run([call], [x], False, copies, 0.0)
+
+    def _on_cuda(self, lane: Lane, work: Work, x: torch.Tensor, before: Any) -> None:
         with lane.on_side():
             before.wait()
-            if self.sends:
-                lane.comm.send(source(x), 1, stream=lane.side)
-            else:
-                lane.comm.recv(target(x, copies), 0, stream=lane.side)
-                for copy in copies:
-                    copy()
-        lane.side.hold((x, *copies))
-        work.lane, work.event = lane, lane.side.record()
+            issued = self._issue(lane, x)
+        work.lane, work.event, work._kept = lane, issued.event, issued._kept
 
     def begin_close(self) -> None:
         """Queue the destroy of the communicator behind the posted messages. It waits for the peer."""
