@@ -20,7 +20,8 @@ ORDER: dict[str, str] = {
         admission chrome_trace
         bindings.resource bindings.values bindings.workers bindings.abi bindings.errors bindings.share_gpu
         bindings.library bindings.structs bindings.listing
-        interop.dlpack interop.tensors interop.handles interop.buffers interop.devices interop.keepalive interop.streams
+        interop.dlpack interop.tensors interop.handles interop.buffers interop.devices interop.events interop.keepalive
+        interop.streams
         watch.layout watch.records watch.settings watch.folder watch.frames watch.attribution watch.recorder
         watch.track watch.reader watch.formatting watch.job watch.wait_graph watch.mismatches
         watch.dead_ranks watch.verdict watch.store watch.cross_node watch.diagnosis watch.exit_hooks
@@ -30,8 +31,8 @@ ORDER: dict[str, str] = {
         comm.plan comm.finalize comm.init comm.communicator comm.simulation
         bootstrap.rendezvous bootstrap.master_store bootstrap.join bootstrap.env bootstrap.mpi
         bootstrap.stores bootstrap
-        torch_backend.c10d torch_backend.tensors torch_backend.work torch_backend.messages torch_backend.collectives
-        torch_backend.backend torch_backend
+        torch_backend.c10d torch_backend.tensors torch_backend.work torch_backend.routes torch_backend.messages
+        torch_backend.collectives torch_backend.backend torch_backend
         nccl_params __init__
         compat.wrapper compat.stateless compat.vllm compat.sglang
         progress tools.command
@@ -43,7 +44,7 @@ ORDER: dict[str, str] = {
     """,
     "pynccl.host": """
         failure interfaces store connect link memory futex segment reduction rendezvous connection channel watchdog
-        transport shared sharing comm version argcheck operation shared_collectives algorithms
+        transport branch shared sharing mailbox comm version argcheck operation shared_collectives algorithms
         stream group exports init rma
         collectives register params query finalize atexit __init__
     """,
