@@ -342,6 +342,8 @@ class Family:
     def __init__(self, handle: int) -> None:
         self._parent = parent = find(handle)
         self._trunk = parent.transport if parent.shared is not None else None
+        if self._trunk is not None:
+            self._trunk.is_trunk = True
 
     def communicator(self, members: Sequence[int], name: str) -> int:
         """Return the handle of a new communicator."""

@@ -48,6 +48,7 @@ class Transport:
         self.rank = rank
         self._connections = {peer: Connection(peer, ends) for peer, ends in sorted(channels.items())}
         self.branches = Branches()
+        self.is_trunk = False  # other communicators may use its control connections, even once it has failed
         self._activity = activity
         self.timeout = timeout
         self._broken: TransportFailure | None = None
@@ -351,7 +352,7 @@ class Transport:
             for connection in self._connections.values():
                 connection.send_control([FAIL, dict(failure)])
                 ends = [(connection.data, socket.SHUT_RDWR), (connection.rma, socket.SHUT_RDWR)]
-                if not self.branches.connections:  # these still use it
+                if not self.is_trunk:  # else others still use it
                     ends.append((connection.control, socket.SHUT_WR))
                 for sock, how in ends:
                     with contextlib.suppress(OSError):

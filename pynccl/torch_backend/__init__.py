@@ -16,6 +16,7 @@ import os
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ..bindings.library import host_module
 from ..bootstrap import stores
@@ -35,14 +36,31 @@ def _make(opts: Any, backend_options: Any = None) -> PyncclBackend:
     if not ranks and (flight_recorder := recorder()) is not None and flight_recorder.head.rank < 0:
         flight_recorder.head.rank = rank  # for messages: RANK is not set
     serves = (ranks[rank] if ranks else rank) == 0 and not agent_serves()
-    default = c10d.default_backend() if ranks else None
+    default = _first_backend() if ranks else None
     try:
-        default = default if isinstance(default, PyncclBackend) else None
-        return PyncclBackend(opts.store, rank, opts.group_size, opts.timeout, name, ranks, serves, default)
+        made = PyncclBackend(opts.store, rank, opts.group_size, opts.timeout, name, ranks, serves, default)
+        if ranks and default is None and len(ranks) == dist.get_world_size():
+            made.stays_connected = True
+            _first[:] = [(dist.group.WORLD, made)]
+        return made
     except BaseException:
         if not ranks:  # the next init_process_group must have the same name on ranks that did not try this one
             c10d.name_groups_anew()
         raise
+
+
+# If the default group has another backend: that group, and the first of its groups with all ranks.
+_first: list[tuple[Any, PyncclBackend]] = []
+
+
+def _first_backend() -> PyncclBackend | None:
+    """Return the group that the ranks of a new group connect through; None: they meet."""
+    if not dist.is_initialized():
+        return None
+    world = dist.group.WORLD
+    if isinstance(found := c10d.backend_of(world, "cpu"), PyncclBackend):
+        return found
+    return next((made for default, made in _first if default is world), None)
 
 
 def register() -> None:

@@ -45,8 +45,10 @@ class PyncclBackend(Collectives):
     communicator(kind)  the communicator for "cpu" or "cuda"; the first call for each is collective
     ranks               global rank of each rank; (): all ranks of the launch
     serves              whether this process serves the store
-    default             the default group, which a new group is made from without meeting; None: the ranks meet
+    default             the group of all ranks that this one is made from without meeting; None: the ranks meet
     """
+
+    stays_connected = False  # after shutdown: later groups are made from it
 
     def __init__(
         self,
@@ -284,6 +286,8 @@ class PyncclBackend(Collectives):
         for channel in channels:
             channel.begin_close()
         for lane in lanes:
+            if lane.is_host and self.stays_connected:
+                continue
             lane.comm.timeout = max(clock.left(), 0.0)
             with contextlib.suppress(NcclError):
                 lane.comm.destroy()

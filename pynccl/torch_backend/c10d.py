@@ -74,11 +74,6 @@ def backend_of(group: Any, kind: str) -> Any:
         return None
 
 
-def default_backend() -> Any:
-    """Return the backend of the default process group for CPU tensors; None: there is none."""
-    return backend_of(dist.group.WORLD, "cpu") if dist.is_initialized() else None
-
-
 # "SUM", ... by the hash of a ReduceOp or of one of its constants: its number. To ask for op.op takes ten times as long.
 OPERATOR_NAMES = {hash(kind): name for name, kind in vars(c10d.ReduceOp.RedOpType).items() if name.isupper()}
 

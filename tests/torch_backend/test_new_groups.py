@@ -92,14 +92,42 @@ def all_calls(place: Place, path: str) -> list[int]:
 
 
 def _default() -> Any:
-    from pynccl.torch_backend import c10d
+    from pynccl.torch_backend import _first_backend
 
-    return c10d.default_backend()
+    return _first_backend()
 
 
 def test_a_group_needs_no_store_once_the_default_group_exists(processes: RankPool, tmp_path: Any) -> None:
     for counts in processes.run(3, all_calls, str(tmp_path / "store")):
         assert set(counts) == {0}
+
+
+def beside_gloo(place: Place, path: str) -> None:
+    """The default group is gloo's: groups are made from the first one of all ranks, also once that is destroyed."""
+    with process_group("gloo", place, path):
+        last = place.size - 1
+        pair = dist.new_group([0, last], backend="pynccl")
+        first = dist.new_group(backend="pynccl")
+        later = [dist.new_group(backend="pynccl"), dist.new_group([last, 0], backend="pynccl")]
+        for turn, group in enumerate([pair, first, *later]):
+            if turn == 2:
+                dist.destroy_process_group(first)
+            if place.rank in dist.get_process_group_ranks(group):
+                x = torch.tensor([place.rank + 1.0])
+                dist.all_reduce(x, group=group)
+                assert x.item() == sum(r + 1 for r in dist.get_process_group_ranks(group))
+                peers = dist.get_process_group_ranks(group)
+                if place.rank == peers[0]:
+                    dist.send(x, peers[-1], group=group)
+                elif place.rank == peers[-1]:
+                    dist.recv(x, peers[0], group=group)
+    with process_group("gloo", place, path + "again"):
+        dist.all_reduce(x := torch.ones(1), group=dist.new_group(backend="pynccl"))
+        assert x.item() == place.size
+
+
+def test_groups_beside_another_backend(processes: RankPool, tmp_path: Any) -> None:
+    processes.run(3, beside_gloo, str(tmp_path / "store"))
 
 
 def crossed(place: Place, path: str) -> None:
