@@ -23,7 +23,7 @@ from . import (
     register as _register,  # noqa: F401
     rma as _rma,  # noqa: F401
 )
-from .comm import set_timeout
+from .comm import is_idle, set_timeout
 from .exports import function, take_exception
 from .failure import HostFailure, reason_of
 from .init import Family
@@ -53,6 +53,7 @@ __all__ = [
     "begin_wait",
     "end_wait",
     "function",
+    "is_idle",
     "new_handle",
     "reason_of",
     "set_timeout",

@@ -85,7 +85,7 @@ class SendChannel:
     """The sending end of the channel to a peer."""
 
     def __init__(self, own: OwnSegment, rank: int, segment: Segment, peer: int, doorbell: Doorbell) -> None:
-        self._own, self._peer, self._segment, self._doorbell = own, peer, segment, doorbell
+        self._own, self._segment, self._doorbell = own, segment, doorbell
         self._ring = _ring(own, peer, segment, rank, True)
         self._posted: deque[tuple[bytes, int, int]] = deque()
         self._at = 0  # bytes of the first message that are in slots
@@ -105,11 +105,10 @@ class SendChannel:
     def push(self) -> None:
         """Fill the free slots."""
         posted, ring = self._posted, self._ring
-        if posted:
-            self._own.reserve_channel(self._peer)
         while posted and not ring.full:
             head, address, nbytes = posted[0]
             slot = ring.slot
+            self._own.reserve_message(slot)
             if self._at:
                 moved = min(MESSAGE_BYTES, nbytes - self._at)
                 memmove(slot, address + self._at, moved)

@@ -72,6 +72,12 @@ def seconds(variable: str, default: float = 600.0) -> float:
     return value
 
 
+def is_idle(handle: int) -> bool:
+    """Return whether nothing that was issued on a communicator still runs."""
+    comm = _communicators.get(handle)
+    return comm is None or comm.idle
+
+
 class Work(Protocol):
     """A unit of execution of a communicator: one collective, or all sends and receives of a group."""
 

@@ -136,9 +136,9 @@ class OwnSegment(Segment):
         self._slot_bytes = needed
         return needed
 
-    def reserve_channel(self, peer: int) -> None:
-        """Allocate the slots of the channel to a peer, like `reserve_slots`."""
-        self._reserve_once(self.layout.channel(peer), _CHANNEL_BYTES)
+    def reserve_message(self, address: int) -> None:
+        """Allocate the slot of a channel at this address, like `reserve_slots`."""
+        self._reserve_once(address - self.address, MESSAGE_BYTES)
 
     def close(self) -> None:
         """Close the descriptor. The mapping lives until its last user is gone."""
