@@ -72,6 +72,8 @@ class Branch(Transport):
         return 0
 
     def exchange_rows(self, row: dict[str, Any], number: int) -> list[dict[str, Any]]:
+        if any(connection.control.fileno() < 0 for connection in self._connections.values()):
+            raise invalid_usage("the default process group was destroyed before this group's first call")
         with self.control_lock:
             for connection in self._connections.values():
                 connection.send_control([ROW, [number, row]])

@@ -74,7 +74,7 @@ class Doorbell:
     Several ranks write the word, so it is not a counter. But no value is stored twice, so no wake-up is lost."""
 
     def __init__(self, rank: int, ranks: int) -> None:
-        self._next = itertools.count(rank, ranks)
+        self._next = itertools.count(rank + ranks, ranks)  # not 0, which the word is before
 
     def ring(self, segment: Segment) -> None:
         segment.words[DOORBELL] = next(self._next) & _WORD

@@ -197,8 +197,8 @@ class Comm:
         try:
             if self._served != ticket or self.failure is not None:
                 self._await(lambda: self._served == ticket)
-            if self._connect is not None:
-                connect, self._connect = self._connect, None
+            connect, self._connect = self._connect, None  # an abort may clear it meanwhile
+            if connect is not None:
                 connect(works[0].describe() if works else "connecting")
             for work in works:
                 self._execute(work)

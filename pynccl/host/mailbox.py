@@ -18,7 +18,7 @@ import os
 import threading
 import time
 import weakref
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from ctypes import memmove
 from struct import Struct
@@ -77,13 +77,15 @@ class _Inbox(RecvChannel):
     def __init__(self, *channel: Any) -> None:
         super().__init__(*channel)
         self.messages: list[Message] = []
-        self._early: defaultdict[int, deque[torch.Tensor]] = defaultdict(deque)  # by tag: received before their recv
+        self._early: dict[int, deque[torch.Tensor]] = {}  # by tag: received before their recv
         self._tag, self._data = 0, torch.empty(0)  # of the message that is being received
         self._recv: Message | None = None  # it is received straight into this one's buffer
 
     def add(self, message: Message) -> None:
-        if early := self._early[message.tag]:
+        if early := self._early.get(message.tag):
             _copy(early.popleft(), message)
+            if not early:
+                del self._early[message.tag]
         else:
             self.messages.append(message)
 
@@ -105,7 +107,7 @@ class _Inbox(RecvChannel):
     def end(self) -> None:
         first = self._first()
         if first is None:
-            self._early[self._tag].append(self._data)
+            self._early.setdefault(self._tag, deque()).append(self._data)
             return
         if self._recv is not None:
             first.done(first.nbytes)
@@ -170,25 +172,36 @@ class Mailbox:
         self._carriers = {peer: trunk.connection(rank) for peer, rank in enumerate(members) if rank != trunk.rank}
         self._rows: dict[int, Any] = {}  # received from the peers
         self._peers: dict[int, _Peer] = {}  # those whose row was used
-        self._strangers: set[int] = set()  # of messages, without a row yet
+        self._strangers: set[int] = set()  # peers of messages, without a row yet
+        self._next_tick = 0.0
+        self.inherited = False  # by a forked child, which must leave the shared memory alone
         self._boxes: dict[tuple[int, bool], Any] = {}  # (peer, whether it sends) -> _Outbox, _Inbox or _Unopened
         self._lock = threading.Lock()
         self._pending = self._waiting = 0  # number of messages, of threads
         self._timer, self._armed, self._closed, self._spins = -1, False, False, True
         self.broken: BaseException | None = None  # an exception of a signal handler while messages were moved
         _mailboxes.add(self)
-        row = {"pid": os.getpid(), "fd": self._own.fd, "token": self._own.token.hex()}
         with trunk.control_lock:
             trunk.branches.add(name, {carrier.peer: _Letter(self._rows, at) for at, carrier in self._carriers.items()})
-            for carrier in self._carriers.values():
-                carrier.send_control([BRANCH, [name, [ROW, row]]])
 
     # Peers
 
+    def _meet(self, peer: int) -> None:
+        """Send this rank's row to a peer, once."""
+        with self._lock:
+            if peer in self._peers or peer in self._strangers:
+                return
+            self._strangers.add(peer)
+        row = {"pid": os.getpid(), "fd": self._own.fd, "token": self._own.token.hex()}
+        with self._trunk.control_lock:
+            self._carriers[peer].send_control([BRANCH, [self._name, [ROW, row]]])
+
     def _read_rows(self) -> None:
         """Open the memory of the peers whose rows have arrived."""
+        with self._lock:
+            strangers = list(self._strangers)
         with self._trunk.control_lock:
-            for peer in self._strangers:
+            for peer in strangers:
                 if self._carriers[peer].outbox:
                     self._carriers[peer].flush_control()
                 self._carriers[peer].read_control()
@@ -237,7 +250,7 @@ class Mailbox:
     def post(self, peer: int, sends: bool, message: Message) -> None:
         """Post a send to, or a recv from, a peer."""
         if peer not in self._peers:
-            self._strangers.add(peer)
+            self._meet(peer)
             self._read_rows()
         with self._lock:
             if (box := self._boxes.get((peer, sends))) is None:
@@ -279,6 +292,8 @@ class Mailbox:
 
     def fail(self, peer: int, sends: bool, error: BaseException) -> None:
         """Fail the pending messages to or from a peer, and let it know. No more may be posted."""
+        if self.inherited:
+            return
         with self._lock:
             box = self._boxes.pop((peer, sends), None)
             self._own.bytes[self._own.layout.channel_words(peer) + _CLOSED_AT + 4 * (not sends)] = 1
@@ -308,7 +323,6 @@ class Mailbox:
 
     def _wait(self, over: Callable[[], bool], end: float, waits: bool) -> bool:
         word, address = self._own.words[DOORBELL : DOORBELL + 1], self._own.address + 4 * DOORBELL
-        next_tick = time.monotonic() + _TICK_SECONDS
         while True:
             value = word[0]  # load it before the data that it announces
             if not futex.ORDERED:
@@ -318,13 +332,15 @@ class Mailbox:
             self.progress(int(waits))
             if over():
                 return True
-            if (now := time.monotonic()) >= end:
-                return False
-            if now >= next_tick:
-                next_tick = now + _TICK_SECONDS
+            if (now := time.monotonic()) >= self._next_tick:
+                self._next_tick = now + _TICK_SECONDS
                 self._tick()
-            elif not (waits and self._spins and futex.spin(word, value)):
-                futex.wait(address, value, futex.timeout_of(max(min(next_tick, end) - now, 0.0)))
+                if over():
+                    return True
+            if now >= end:
+                return False
+            if not (waits and self._spins and futex.spin(word, value)):
+                futex.wait(address, value, futex.timeout_of(max(min(self._next_tick, end) - now, 0.0)))
 
     def _set_timer(self, nanoseconds: int) -> None:
         """Start the timer of the thread for messages that nobody waits for."""
@@ -338,14 +354,24 @@ class Mailbox:
         while not self._closed:
             os.read(self._timer, 8)
             self._armed = False
-            with contextlib.suppress(Exception):  # the messages fail, see `broken`
+            try:
                 self._wait(lambda: not self._pending or self._waiting > 0 or exiting.is_set(), math.inf, False)
-        os.close(self._timer)
+            except Exception:  # the messages fail, see `broken`
+                with contextlib.suppress(Exception):
+                    self._tick()
+                with self._lock:
+                    if self._pending and not self._waiting and not self._armed:
+                        self._set_timer(int(1e9 * _TICK_SECONDS))
+        with self._lock:
+            timer, self._timer = self._timer, -1
+            os.close(timer)
 
     # End
 
     def close(self) -> None:
         """Leave. The peers notice it; the memory is freed with its last user."""
+        if self.inherited:
+            return
         with self._trunk.control_lock:
             self._trunk.branches.remove(self._name)
         with self._lock:
@@ -355,7 +381,15 @@ class Mailbox:
                 self._set_timer(1)
 
     def after_fork(self) -> None:
-        self._lock = threading.Lock()
+        """In a forked child: the messages are the parent's."""
+        self._lock, self.inherited, self._closed = threading.Lock(), True, True
+        self._boxes.clear()
+        self._strangers.clear()
+        self._pending = 0
+        timer, self._timer = self._timer, -1
+        if timer >= 0:
+            with contextlib.suppress(OSError):  # its thread was closing it
+                os.close(timer)
         self._own.after_fork()
 
 

@@ -90,6 +90,12 @@ def pooled(device: int | None) -> CudaEvent:
         return CudaEvent(device)
 
 
+def is_capturing(stream: int) -> bool:
+    """Return whether a stream is being captured into a CUDA graph."""
+    status = ctypes.c_int()
+    return not _calls.cuStreamIsCapturing(ctypes.c_void_p(stream), ctypes.byref(status)) and bool(status.value)
+
+
 def number_passed(events: Sequence[CudaEvent]) -> int:
     """Return how many of these events have passed. They are in the order in which they were recorded on one stream."""
     with on_device(events[0].device), relaxed():

@@ -285,13 +285,13 @@ class PyncclBackend(Collectives):
         clock = Clock(min(_SHUTDOWN_SECONDS, self._timeout.total_seconds()))
         for channel in channels:
             channel.begin_close()
+        self._routes.close(max(clock.left(), 0.0))  # before the default group's communicator, which they meet over
         for lane in lanes:
             if lane.is_host and self.stays_connected:
                 continue
             lane.comm.timeout = max(clock.left(), 0.0)
             with contextlib.suppress(NcclError):
                 lane.comm.destroy()
-        self._routes.close(max(clock.left(), 0.0))
         for channel in channels:
             channel.end_close(max(clock.left(), 0.0))
 

@@ -24,6 +24,8 @@ from ..watch.track import Identity, new_track
 from .tensors import Copy, source, target
 from .work import Work
 
+_INHERITED = "the process group was inherited through a fork; make a new one in the child"
+
 
 class Routes:
     """The messages of a group between ranks that share memory.
@@ -48,15 +50,23 @@ class Routes:
         self.mailbox: Any = None
         self._children, self._members, self.name = children, members, f"{name}/messages"
         self._routes: dict[tuple[int, bool], Route] = {}  # by peer, and whether it sends
+        self._ended = ""
         self._lock = threading.Lock()
 
     def find(self, peer: int, sends: bool) -> Route | None:
         """Return the route to (sends) or from a rank; None if the ranks do not share memory."""
         found = self._routes.get((peer, sends))
         if found is None and self._children is not None:
+            if peer == self.rank:
+                raise ValueError(f"{'send' if sends else 'recv'}: rank {self.ranks[peer]} is this rank itself")
             with self._lock:
+                if self._ended:
+                    raise NcclInvalidUsage(f"{'send' if sends else 'recv'}: the process group was {self._ended}")
                 if self.mailbox is None:
-                    self.mailbox = self._children.family.mailbox(self._members, self.name, self._check)
+                    try:
+                        self.mailbox = self._children.family.mailbox(self._members, self.name, self._check)
+                    except OSError as error:
+                        raise _as_nccl_error(f"messages of {self.title}", error) from error
                 if self.mailbox is None:
                     self._children = None
                 elif (peer, sends) not in self._routes:
@@ -75,10 +85,18 @@ class Routes:
             self.abort("destroyed")
 
     def abort(self, how: str = "aborted") -> None:
+        self._ended = how
         if self.mailbox is not None:
             self.mailbox.close()
         for route in list(self._routes.values()):
             route.fail(NcclInvalidUsage(f"{route.text}: the process group was {how}"), how)
+
+
+def _as_nccl_error(what: str, error: BaseException) -> BaseException:
+    """Return an NcclSystemError for an error of the system: no memory, no descriptors. Others as they are."""
+    if isinstance(error, (host_module().HostFailure, OSError)):
+        return NcclSystemError(f"{what}: {error}; free memory or descriptors, then make a new group")
+    return error
 
 
 class Route:
@@ -109,6 +127,8 @@ class Route:
         """Send x or receive into it. Returns immediately."""
         copies: list[Copy] = []
         data = source(x) if self._sends else target(x, copies)
+        if self._mailbox.inherited:
+            raise NcclInvalidUsage(_INHERITED)
         work, nbytes = Posted(self._mailbox, x, self._handle), data.numel() * data.element_size()
         with self._lock:
             if self._error is not None:
@@ -122,7 +142,12 @@ class Route:
                 self._since = time.monotonic()
             self._pending[work] = entry
         done = partial(self._done, work, data, copies, x, tag)
-        self._mailbox.post(self._peer, self._sends, host_module().Message(tag, data.data_ptr(), nbytes, done))
+        try:
+            self._mailbox.post(self._peer, self._sends, host_module().Message(tag, data.data_ptr(), nbytes, done))
+        except BaseException as error:  # also of a signal handler
+            if (entry := self._pending.pop(work, 0)) and self._track is not None:
+                self._track.failed(entry, error)
+            raise _as_nccl_error(self.text, error) from None
         return work
 
     def _done(
@@ -138,8 +163,12 @@ class Route:
             )
         error = outcome if isinstance(outcome, Exception) else None
         if error is None:
-            for copy in copies:
-                copy()
+            try:
+                with torch.inference_mode(x.is_inference()):  # which another thread may not be in
+                    for copy in copies:
+                        copy()
+            except Exception as failed:  # of this message alone
+                error = failed
         if self._track is not None and entry > self._track.head - layout.CALLS:  # else it is not in the ring any more
             self._track.leave(entry) if error is None else self._track.failed(entry, error)
         work.complete(error)
@@ -188,6 +217,8 @@ class Posted(Work):
         self._mailbox, self._done, self._stream = mailbox, _Flag(), stream
 
     def _block(self, limit: float | None) -> bool:
+        if self._mailbox.inherited:
+            raise NcclInvalidUsage(_INHERITED)
         return bool(self._mailbox.wait(self._done.is_set, limit))
 
 

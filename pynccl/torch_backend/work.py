@@ -18,7 +18,7 @@ from ..bindings.workers import WorkerCall
 from ..comm.base import explained
 from ..comm.communicator import Communicator
 from ..comm.groups import group
-from ..interop.events import pooled
+from ..interop.events import is_capturing, pooled
 from ..interop.handles import DEFAULT_STREAMS, Handle, vouched
 from ..interop.keepalive import Shelf
 from ..interop.streams import create_stream
@@ -232,8 +232,8 @@ class Lane:
         (side, handle), track = self._side(), self.comm._track
         work._stream = stream = torch._C._cuda_getCurrentRawStream(self._ordinal)
         work.event = event = pooled(self._ordinal)
-        # CUDA cannot capture the default stream, 0; of another, torch's current one, torch asks the runtime.
-        event.captured = stream > 1 and torch.cuda.is_current_stream_capturing()
+        # CUDA cannot capture the default stream, 0.
+        event.captured = stream > 1 and self._is_capturing(stream)
         entry = 0 if track is None else track.head + len(calls)
         event.record(ctypes.c_void_p(stream))
         event.block(side.pointer)
@@ -248,6 +248,11 @@ class Lane:
             self._shelf.add(event, kept)
             if track is not None:
                 track.recorded = entry, handle, event
+
+    def _is_capturing(self, stream: int) -> bool:
+        if torch._C._cuda_getDevice() == self._ordinal:  # then torch asks the runtime about this stream
+            return bool(torch.cuda.is_current_stream_capturing())
+        return is_capturing(stream)
 
     def _issue(self, calls: Sequence[Call], stream: Any) -> None:
         if len(calls) == 1:

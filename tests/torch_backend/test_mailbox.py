@@ -310,3 +310,130 @@ def ended(place: Place, path: str, how: str) -> None:
 @pytest.mark.parametrize("how", ("destroy", "abort"))
 def test_the_end_of_the_group_ends_pending_messages(faulty: RankPool, tmp_path: Path, how: str) -> None:
     faulty.run(2, ended, str(tmp_path / "store"), how)
+
+
+def a_thread_for_each_peer(place: Place, path: str) -> None:
+    """The first messages of new groups, by one thread for each peer."""
+    r, n = place.rank, place.size
+    with process_group("pynccl", place, path):
+        for turn in range(6):
+            group, errors = dist.new_group(), list[BaseException]()
+            found = [torch.zeros(4) for _ in range(n)]
+
+            def talk(peer: int, group: Any = group, errors: Any = errors, found: Any = found) -> None:
+                try:
+                    works = [irecv(found[peer], peer, group=group), isend(torch.full((4,), r + 1.0), peer, group=group)]
+                    for work in works:
+                        work.wait(timedelta(seconds=SECONDS))
+                except BaseException as error:
+                    errors.append(error)
+
+            threads = [threading.Thread(target=talk, args=(peer,)) for peer in range(n) if peer != r]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert not errors, (turn, errors)
+            assert [x[0].item() for x in found] == [0 if peer == r else peer + 1 for peer in range(n)]
+
+
+def test_first_messages_by_many_threads(processes: RankPool, tmp_path: Path) -> None:
+    processes.run(4, a_thread_for_each_peer, str(tmp_path / "store"))
+
+
+def forks(place: Place, path: str) -> list[str]:
+    """A forked child tries to use the group of its parent, whose messages must not notice."""
+    with process_group("pynccl", place, path):
+        x, texts = torch.zeros(3), list[str]()
+        dist.send(torch.full((3,), 1.0), 1) if place.rank == 0 else dist.recv(x, 0)
+        if place.rank == 0:
+            read, write = os.pipe()
+            pending = irecv(torch.empty(3), 1)
+            child = os.fork()
+            if child == 0:
+                found = []
+                for call in (lambda: isend(torch.full((3,), 666.0), 1), pending.wait, dist.destroy_process_group):
+                    try:
+                        call()
+                    except NcclInvalidUsage as error:
+                        found.append(str(error))
+                os.write(write, "\n".join(found).encode())
+                os._exit(0)
+            os.waitpid(child, 0)
+            texts = os.read(read, 10_000).decode().splitlines()
+            dist.send(torch.full((3,), 2.0), 1)
+            pending.wait()
+        else:
+            dist.recv(x, 0)
+            assert x.tolist() == [2, 2, 2]
+            dist.send(x, 0)
+    return texts
+
+
+def test_a_forked_child_leaves_the_messages_alone(processes: RankPool, tmp_path: Path) -> None:
+    texts, _ = processes.run(2, forks, str(tmp_path / "store"))
+    assert len(texts) >= 2 and all("inherited through a fork" in text for text in texts), texts
+
+
+def short_waits(place: Place, path: str) -> str:
+    with process_group("pynccl", place, path):
+        dist.barrier()
+        if place.rank == 0:
+            os._exit(9)
+        work, end = irecv(torch.empty(2), 0), time.monotonic() + SECONDS
+        while time.monotonic() < end:
+            try:
+                work.wait(timedelta(seconds=0.05))
+            except NcclRemoteError as error:
+                return str(error)
+            except NcclTimeout as error:
+                assert "still in progress" in str(error)
+        return "never"
+
+
+def test_short_waits_notice_a_dead_peer(processes: RankPool, tmp_path: Path) -> None:
+    outcome = processes.outcomes(2, short_waits, str(tmp_path / "store"))[1]
+    assert not outcome.report and "rank 0" in outcome.value, outcome
+
+
+def odd_tensors(place: Place, path: str) -> None:
+    """What a message cannot do is an error of that message alone."""
+    with process_group("pynccl", place, path):
+        if place.rank == 0:
+            time.sleep(0.3)
+            for i in range(3):
+                dist.send(torch.arange(16.0).view(4, 4) + i, 1)
+            return
+        with torch.inference_mode():
+            x, y = torch.zeros(4, 4).t(), torch.zeros(4, 4)
+            works = [irecv(x, 0), irecv(y, 0)]
+        z = torch.zeros(1, 4).expand(4, 4)  # cannot be written
+        works.append(irecv(z, 0))
+        time.sleep(1)  # the group's thread receives them
+        works[0].wait()
+        works[1].wait()
+        assert torch.equal(x, torch.arange(16.0).view(4, 4)) and torch.equal(y, x + 1)
+        with pytest.raises(RuntimeError, match="single memory location"):
+            works[2].wait()
+        with pytest.raises(ValueError, match="is this rank itself"):
+            irecv(torch.empty(1), 1)
+
+
+def test_an_error_of_one_message(processes: RankPool, tmp_path: Path) -> None:
+    processes.run(2, odd_tensors, str(tmp_path / "store"))
+
+
+def late(place: Place, path: str) -> None:
+    """Rank 0 destroys the groups with a send in flight, for which rank 1 calls recv later."""
+    with process_group("pynccl", place, path):
+        if place.rank == 0:
+            isend(torch.ones(4), 1)
+        else:
+            time.sleep(1)
+            x = torch.zeros(4)
+            dist.recv(x, 0)
+            assert x.tolist() == [1] * 4
+
+
+def test_destroy_waits_for_messages_whose_ranks_have_not_met(processes: RankPool, tmp_path: Path) -> None:
+    processes.run(2, late, str(tmp_path / "store"))
