@@ -19,6 +19,7 @@ from .tensors import Copy, concatenated, operator, recv_buffer_of, source, targe
 from .work import Call, Work
 
 SUM = c10d.ReduceOp.SUM
+_LARGE_BYTES = 256 << 10
 
 
 class Collectives(c10d.Base):
@@ -72,6 +73,11 @@ class Collectives(c10d.Base):
         lists = _lists(outputs, len(inputs))
         for outs, x in zip(lists, inputs, strict=True):
             self._check_list("all_gather", outs)
+            if _one_by_one(outs):
+                for root, y in enumerate([target(out, copies) for out in outs]):
+                    send = source(x) if root == self.rank() else y
+                    calls.append(_movement("broadcast", send=send, recv=y, root=root))
+                continue
             send, recv = source(x), recv_buffer_of(outs, copies)
             counts = [out.numel() * x.element_size() // send.element_size() for out in outs]
             uneven = {"counts": counts} if len(set(counts)) > 1 else {}
@@ -97,6 +103,12 @@ class Collectives(c10d.Base):
         copies, calls, outputs = _no_copies(), [], _listed(outputs)
         for out, blocks in zip(outputs, _lists(inputs, len(outputs)), strict=True):
             self._check_list("reduce_scatter", blocks)
+            if _one_by_one(blocks):
+                for root, block in enumerate(blocks):
+                    y = target(out, copies, reduces=True) if root == self.rank() else None
+                    send = source(block, reduces=True)
+                    calls.append(_reduction("reduce", out, _operator_of(opts), send=send, recv=y, root=root))
+                continue
             send, recv = concatenated(blocks, reduces=True), target(out, copies, reduces=True)
             counts = [x.numel() * send.numel() // max(sum(x.numel() for x in blocks), 1) for x in blocks]
             uneven = {"counts": counts} if len(set(counts)) > 1 else {}
@@ -121,14 +133,24 @@ class Collectives(c10d.Base):
         if self.rank() == root:
             [result] = _lists(outputs, 1)
             self._check_list("gather", result, equal=True)
+        if _one_by_one([x]):
+            found = enumerate(result if self.rank() == root else ())
+            calls = [_movement("recv", buf=target(out, copies), peer=peer) for peer, out in found]
+            return self._run(result, [_movement("send", buf=source(x), peer=root), *calls], opts, copies)
+        if self.rank() == root:
             recv = recv_buffer_of(result, copies)
         return self._run(result, [_movement("gather", send=source(x), recv=recv, root=root)], opts, copies)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = 0) -> Work:
         [out], root, copies, send = _listed(outputs), _root_of(opts), _no_copies(), None
+        blocks: list[torch.Tensor] = []
         if self.rank() == root:
             [blocks] = _lists(inputs, 1)
             self._check_list("scatter", blocks, equal=True)
+        if _one_by_one([out]):
+            calls = [_movement("send", buf=source(block), peer=peer) for peer, block in enumerate(blocks)]
+            return self._run([out], [*calls, _movement("recv", buf=target(out, copies), peer=root)], opts, copies)
+        if self.rank() == root:
             send = concatenated(blocks)
         return self._run([out], [_movement("scatter", send=send, recv=target(out, copies), root=root)], opts, copies)
 
@@ -179,6 +201,12 @@ class Collectives(c10d.Base):
         counts = [x.numel() for x in tensors]
         if equal and len(set(counts)) > 1:
             raise ValueError(f"{operation}: the tensors have {counts} elements, expected equal numbers for all ranks")
+
+
+def _one_by_one(tensors: Sequence[torch.Tensor]) -> bool:
+    """Return whether to pass on each tensor of a list by itself, as all ranks do: on the CPU a temporary buffer for all
+    of them costs more if they are large, since the system clears its pages.   tensors: of equal sizes on all ranks"""
+    return not tensors[0].is_cuda and min(x.nbytes for x in tensors) >= _LARGE_BYTES
 
 
 def _movement(method: str, **arguments: Any) -> Call:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from process_groups import process_group
+from process_groups import numbers, process_group
 from ranks import Place, RankPool, each_size
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -144,6 +144,38 @@ def uneven(place: Place, path: str) -> None:
 
 def test_uneven_sizes(processes: RankPool, tmp_path: Path) -> None:
     processes.run(3, uneven, str(tmp_path / "store"))
+
+
+def large_lists(place: Place, path: str) -> None:
+    """Lists of large tensors, which are passed on one by one, with the values that the ranks made."""
+    r, n = place.rank, place.size
+    with process_group("pynccl", place, path):
+        for dtype in (torch.float32, torch.int16):
+            for step in (1, 2):
+
+                def made(seed: int, dtype: torch.dtype = dtype, step: int = step) -> torch.Tensor:
+                    return numbers(seed, (1 << 18) * step, dtype=dtype)[::step]
+
+                for root in range(n):
+                    outs = [made(40) for _ in range(n)]
+                    wait_for(dist.all_gather(outs, made(r), async_op=bool(root)))
+                    assert all(torch.equal(out, made(q)) for q, out in enumerate(outs))
+                    outs = [made(40) for _ in range(n)]
+                    wait_for(dist.gather(made(r + 1), outs if r == root else None, root, async_op=bool(root)))
+                    assert all(torch.equal(out, made(q + 1 if r == root else 40)) for q, out in enumerate(outs))
+                    x = made(40)
+                    blocks = [made(50 + 10 * root + q) for q in range(n)] if r == root else None
+                    wait_for(dist.scatter(x, blocks, root, async_op=bool(root)))
+                    assert torch.equal(x, made(50 + 10 * root + r))
+                if dtype == torch.float32:
+                    for asynchronous in (False, True):
+                        x = made(40)
+                        wait_for(dist.reduce_scatter(x, [made(10 * r + q) for q in range(n)], async_op=asynchronous))
+                        assert torch.equal(x, sum(made(10 * q + r) for q in range(n)))
+
+
+def test_lists_of_large_tensors(processes: RankPool, tmp_path: Path) -> None:
+    processes.run(3, large_lists, str(tmp_path / "store"))
 
 
 def strided(place: Place, path: str) -> None:
