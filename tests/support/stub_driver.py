@@ -79,7 +79,7 @@ def over_driver(code: str, *paths: str, **environment: str) -> str:
     variables = {"LD_LIBRARY_PATH": _driver(), "PYTHONPATH": python_path, "PYNCCL_LIBRARY": "", **environment}
     command = [sys.executable, "-c", PRELUDE + code]
     finished = subprocess.run(
-        command, env={**inherited, **variables}, capture_output=True, text=True, timeout=60, check=False
+        command, env={**inherited, **variables}, capture_output=True, text=True, timeout=110, check=False
     )
     assert finished.returncode == 0, finished.stdout + finished.stderr
     return finished.stdout
