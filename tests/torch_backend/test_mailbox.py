@@ -201,17 +201,19 @@ def interrupted(place: Place, path: str, sends: bool, kind: signal.Signals) -> s
             work = isend(x, 0) if sends else irecv(x, 0)  # it fills or empties the slots
             if not sends:
                 dist.recv(x[:1], 0, tag=1)
+            Path(f"{path}.posted").touch()
             os.kill(os.getpid(), kind)
             del work
             time.sleep(SECONDS)
         if kind == signal.SIGSTOP:
             dist.group.WORLD.set_timeout(timedelta(seconds=1.5))
         if not sends:
-            works = [isend(x[:1], 1, tag=1), isend(x, 1)]
-            works[0].wait()
+            dist.send(x[:1], 1, tag=1)
+        while not Path(f"{path}.posted").exists():  # else the whole message may pass meanwhile
+            time.sleep(0.05)
         started = time.monotonic()
         with pytest.raises(NcclRemoteError if kind == signal.SIGKILL else NcclTimeout) as raised:
-            dist.recv(x, 1) if sends else works[1].wait()
+            dist.recv(x, 1) if sends else dist.send(x, 1)
         assert time.monotonic() - started < 10
         with pytest.raises(type(raised.value)):
             dist.recv(x, 1) if sends else dist.send(x, 1)
