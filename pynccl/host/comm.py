@@ -177,6 +177,10 @@ class Comm:
 
     # Order
 
+    def check_not_failed(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
     def check_usable(self) -> None:
         if self.failure is not None:
             raise HostFailure(self.failure.code, f"the communicator has already failed: {self.failure.text}")

@@ -122,12 +122,7 @@ def _join_and_connect(
 
 
 def _connections(
-    comm: Comm,
-    place: Rendezvous,
-    timeout: float,
-    name: str,
-    check: Callable[[], None] = lambda: None,
-    local: bool = False,
+    comm: Comm, place: Rendezvous, timeout: float, name: str, check: Callable[[], None], local: bool
 ) -> tuple[dict[int, Channels], bool]:
     """Return the connections to all ranks of `comm`, which join at `place`, and whether all are on this node."""
     me = threading.current_thread()
@@ -369,8 +364,7 @@ def _connect_child(
     parent: Comm, trunk: Transport | None, child: Comm, members: Sequence[int], name: str, call: str
 ) -> None:
     def check() -> None:
-        if child.failure is not None:
-            raise child.failure
+        child.check_not_failed()
         if trunk is None:
             parent.check_ranks(members, call)
 
@@ -388,7 +382,8 @@ def connect_rma(comm: Comm) -> None:
     transport = comm.transport
     if isinstance(transport, Branch) and transport.needs_rma:
         assert comm.rendezvous is not None
-        channels, _ = _connections(comm, comm.rendezvous.child("rma"), comm.timeout, "ncclCommWindowRegister")
+        place, name = comm.rendezvous.child("rma"), "ncclCommWindowRegister"
+        channels, _ = _connections(comm, place, comm.timeout, name, comm.check_not_failed, comm.local)
         transport.set_rma(channels)
 
 

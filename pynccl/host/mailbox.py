@@ -191,10 +191,12 @@ class Mailbox:
         with self._lock:
             if peer in self._peers or peer in self._strangers:
                 return
-            self._strangers.add(peer)
         row = {"pid": os.getpid(), "fd": self._own.fd, "token": self._own.token.hex()}
         with self._trunk.control_lock:
             self._carriers[peer].send_control([BRANCH, [self._name, [ROW, row]]])
+        with self._lock:  # only now: who rings the peer's doorbell relies on the row, which a second thread may repeat
+            if peer not in self._peers:
+                self._strangers.add(peer)
 
     def _read_rows(self) -> None:
         """Open the memory of the peers whose rows have arrived."""
