@@ -118,7 +118,7 @@ SHORTER = {
     "--width 128 256 512 --rounds 9": "--width 32 --rounds 1",
     "--wrappers": "--wrappers --rounds 1",
     "--runs 500": "--runs 1",
-    "torch_backend.py --rounds 25": "torch_backend.py --rounds 1 --sizes 16 --only collectives",
+    r"(torch_backend\.py).*": r"\1 --rounds 1 --sizes 16 --only collectives",
     "fuzzer.py models": "fuzzer.py models --runs 2",
     "--nproc-per-node 8": "--nproc-per-node 2",
     "^torchrun": "python -m torch.distributed.run --local-addr=127.0.0.1",
