@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 import os
 
-from . import comm, init, mailbox, rendezvous, rma, stream
+from . import alarm, comm, init, mailbox, rendezvous, rma, stream
 from .failure import exiting, invalid_usage
 
 _JOIN_SECONDS = 2.0
@@ -38,6 +38,7 @@ def _at_exit() -> None:
 
 def _after_fork_in_child() -> None:
     """Close the copies of connections and of the store, which belong to the parent."""
+    alarm.after_fork()
     comm.after_fork()
     mailbox.after_fork()
     rendezvous.close()

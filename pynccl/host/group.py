@@ -100,13 +100,16 @@ def issue(operation: Operation, stream: HostStream | None, started: HostEvent | 
     group = _thread.group
     if group.depth:
         group.operations.append((operation, stream, started))
-    elif stream is not None or started is not None:
-        _launch([(operation, stream, started)])
-    else:
-        comm = operation.comm
-        if operation.peer == comm.rank and operation.kind.peer_is == "peer":
-            check_self_messages([operation])
+        return
+    comm = operation.comm
+    if operation.peer == comm.rank and operation.kind.peer_is == "peer":
+        check_self_messages([operation])
+    if started is not None:
+        started.record(stream)
+    if stream is None:
         comm.run(comm.ticket(), [operation])
+    else:
+        stream.submit(partial(comm.run, comm.ticket(), [operation]))
 
 
 def issue_wait(job: Job) -> None:

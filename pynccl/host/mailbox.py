@@ -5,14 +5,12 @@ its tag and size in the first one; it is done once the receiver has emptied them
 that rank waits: messages with other tags are kept for a later recv. Who waits for one message moves the bytes of all,
 and sleeps on one word, the rank's doorbell. So ranks may post all sends first and wait in any order.
 
-If messages are pending and nobody waits for them, a thread of the mailbox does. A kernel timer wakes it after 2 ms, so
-that it does not compete for the GIL with a program that posts and then waits.
+If messages are pending and nobody waits for them for 2 ms, another thread does: see `alarm`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import math
 import os
 import threading
@@ -26,7 +24,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..bindings.workers import WorkerCall
 from . import futex
+from .alarm import Alarm
 from .channel import Doorbell, RecvChannel, SendChannel
 from .connection import BRANCH, HEAD_BYTES, ROW
 from .failure import exiting
@@ -36,10 +36,8 @@ from .transport import Transport
 
 _HEAD = Struct("<qQ")  # tag, nbytes
 _TICK_SECONDS = 0.2
-_UNAWAITED_NANOSECONDS = 2_000_000
+_UNAWAITED_SECONDS = 2e-3
 _CLOSED_AT = 8  # in the words of a channel: its sender has closed it; 4 bytes further: its receiver has
-_MONOTONIC, _CLOEXEC = 1, 0o2000000
-_libc = ctypes.CDLL(None, use_errno=True)
 _mailboxes: weakref.WeakSet[Mailbox] = weakref.WeakSet()
 
 
@@ -178,7 +176,8 @@ class Mailbox:
         self._boxes: dict[tuple[int, bool], Any] = {}  # (peer, whether it sends) -> _Outbox, _Inbox or _Unopened
         self._lock = threading.Lock()
         self._pending = self._waiting = 0  # number of messages, of threads
-        self._timer, self._armed, self._closed, self._spins = -1, False, False, True
+        self._attended, self._closed, self._spins = False, False, True
+        self._alarm = Alarm(_UNAWAITED_SECONDS, lambda: WorkerCall(self._attend, "messages"))
         self.broken: BaseException | None = None  # an exception of a signal handler while messages were moved
         _mailboxes.add(self)
         with trunk.control_lock:
@@ -261,8 +260,7 @@ class Mailbox:
             box.add(message)
             self._pending += len(box.messages) - left
             self._move([box], 0)
-            if self._pending and not self._waiting and not self._armed:
-                self._set_timer(_UNAWAITED_NANOSECONDS)
+            self._leave_alone()
 
     def _box(self, peer: int, sends: bool) -> _Outbox | _Inbox | _Unopened:
         segment = self._peers[peer].segment if peer in self._peers else None
@@ -311,13 +309,13 @@ class Mailbox:
         """Block until `over()`, which other threads and the messages make true; return False after `limit` seconds."""
         with self._lock:
             self._waiting += 1
+            self._alarm.clear()
         try:
             return self._wait(over, math.inf if limit is None else time.monotonic() + limit, True)
         finally:
             with self._lock:
                 self._waiting -= 1
-                if self._pending and not self._waiting and not self._armed:
-                    self._set_timer(_UNAWAITED_NANOSECONDS)
+                self._leave_alone()
 
     def wait_pending(self, limit: float) -> bool:
         """Block until no message is pending."""
@@ -344,29 +342,21 @@ class Mailbox:
             if not (waits and self._spins and futex.spin(word, value)):
                 futex.wait(address, value, futex.timeout_of(max(min(self._next_tick, end) - now, 0.0)))
 
-    def _set_timer(self, nanoseconds: int) -> None:
-        """Start the timer of the thread for messages that nobody waits for."""
-        if self._timer < 0:
-            self._timer = _libc.timerfd_create(_MONOTONIC, _CLOEXEC)
-            threading.Thread(target=self._attend, name="pynccl messages", daemon=True).start()
-        self._armed = True
-        _libc.timerfd_settime(self._timer, 0, (ctypes.c_long * 4)(0, 0, 0, nanoseconds), None)
-
     def _attend(self) -> None:
-        while not self._closed:
-            os.read(self._timer, 8)
-            self._armed = False
-            try:
-                self._wait(lambda: not self._pending or self._waiting > 0 or exiting.is_set(), math.inf, False)
-            except Exception:  # the messages fail, see `broken`
-                with contextlib.suppress(Exception):
-                    self._tick()
-                with self._lock:
-                    if self._pending and not self._waiting and not self._armed:
-                        self._set_timer(int(1e9 * _TICK_SECONDS))
+        self._attended = True
+        try:
+            self._wait(lambda: not self._pending or self._waiting > 0 or exiting.is_set(), math.inf, False)
+        except Exception:  # the messages fail, see `broken`
+            with contextlib.suppress(Exception):
+                self._tick()
         with self._lock:
-            timer, self._timer = self._timer, -1
-            os.close(timer)
+            self._attended = False
+            self._leave_alone()
+
+    def _leave_alone(self) -> None:
+        """See to it that the messages are moved if nobody waits for one. Called with the lock held."""
+        if self._pending and not self._waiting and not self._attended and not self._closed:
+            self._alarm.set()
 
     # End
 
@@ -379,8 +369,6 @@ class Mailbox:
         with self._lock:
             self._own.close()
             self._closed = True
-            if self._timer >= 0:
-                self._set_timer(1)
 
     def after_fork(self) -> None:
         """In a forked child: the messages are the parent's."""
@@ -388,10 +376,6 @@ class Mailbox:
         self._boxes.clear()
         self._strangers.clear()
         self._pending = 0
-        timer, self._timer = self._timer, -1
-        if timer >= 0:
-            with contextlib.suppress(OSError):  # its thread was closing it
-                os.close(timer)
         self._own.after_fork()
 
 

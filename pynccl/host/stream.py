@@ -15,14 +15,22 @@ import queue
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
+from ..bindings.abi import Result
 from ..bindings.errors import NcclInvalidUsage, from_result
 from ..bindings.resource import Shared, destructor
-from .failure import REASONS, HostFailure, exiting, invalid_argument
+from ..bindings.workers import WorkerCall
+from .alarm import Alarm
+from .failure import REASONS, HostFailure, exiting, invalid_argument, reason_of
 
 Job = Callable[[], object]
+
+_PATIENCE_SECONDS = 2e-3
+_never = partial(bool, 0)
 
 _handles = itertools.count(0x57AE0010, 0x10)
 _streams: weakref.WeakValueDictionary[int, HostStream] = weakref.WeakValueDictionary()
@@ -42,6 +50,8 @@ def explain(error: BaseException) -> BaseException:
 
 def as_error(failure: BaseException) -> BaseException:
     """Return the exception for users: an NcclError for a HostFailure, otherwise `failure` itself."""
+    if not isinstance(failure, Exception):  # it is raised where it happened; later calls raise what it means for them
+        failure = HostFailure(Result.SYSTEM_ERROR, f"this rank {reason_of(failure)} during the operation")
     if isinstance(failure, HostFailure):
         return from_result(failure.code, "an operation on a host stream", REASONS[failure.code], failure.text)
     return failure
@@ -84,24 +94,99 @@ def awaited_since(handles: set[int]) -> float:
     return min((since for handle, waiter, since in waits if handle in reached and not waiter), default=0.0)
 
 
-class _Queue:
-    """The state of a stream's thread. It does not reference the stream, so that dropping the stream ends the thread."""
+class _Then:
+    """A job that is called with the first error of those before it that was not raised yet, or None. It may return a
+    function, to be called once later jobs can run."""
 
-    def __init__(self) -> None:
-        self.jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+    def __init__(self, queue: _Queue, fn: Callable[[BaseException | None], Job | None]) -> None:
+        self._queue, self._fn = queue, fn
+
+    def __call__(self) -> Job | None:
+        return self._fn(self._queue.take_error())
+
+
+class _Queue:
+    """The work of a stream and its thread. It does not reference the stream, so that dropping the stream ends the
+    thread."""
+
+    def __init__(self, patient: bool) -> None:
+        self._jobs: deque[Job] = deque()
+        self._turn = threading.Lock()  # held by the thread that runs jobs: the stream's, or another
+        self._tokens: queue.SimpleQueue[bool] = queue.SimpleQueue()  # for the stream's thread: True to run jobs, or end
+        self._away = False  # the stream's thread calls a function that a job returned
+        self._alarm = Alarm(_PATIENCE_SECONDS, self.wake) if patient else None
+        self._helped = False  # another thread ran the last jobs
         self.done = 0
         self.error: BaseException | None = None  # the first error that has not been raised yet
         self._lock = threading.Lock()
 
+    def put(self, job: Job) -> None:
+        self._jobs.append(job)
+        if self._helped and self._alarm is not None:
+            self._alarm.set()
+        else:
+            self.wake()
+
+    def wake(self) -> None:
+        """Have a thread run the jobs."""
+        if self._away:
+            WorkerCall(partial(self.run, _never), "stream")
+        else:
+            self._tokens.put(True)
+
+    def end(self) -> None:
+        self._tokens.put(False)
+
     def work(self) -> None:
-        while (job := self.jobs.get()) is not None:
-            if not exiting.is_set():
-                try:
-                    job()
-                except BaseException as error:  # a failing job must not end the thread
-                    with self._lock:
-                        self.error = self.error or as_error(error)
-            del job  # releases the buffers in its closure
+        """In the stream's thread: run the jobs."""
+        while self._tokens.get():
+            while self._jobs and self._turn.acquire(blocking=False):
+                if (after := self._serve(_never, False)) is not None:
+                    self._away = True
+                    if self._jobs:
+                        self.wake()
+                    with contextlib.suppress(Exception):
+                        after()
+                    self._away = False
+        with self._turn:  # somebody may run the last ones
+            while self._jobs:
+                self._run(self._jobs[0])
+
+    def run(self, over: Callable[[], bool]) -> None:
+        """In another thread: run jobs until `over()` or none is left, unless a thread does already."""
+        while self._jobs and not over() and self._turn.acquire(blocking=False):
+            try:
+                after = self._serve(over, True)
+            finally:
+                if self._jobs:
+                    self.wake()
+            if after is not None:
+                WorkerCall(after, "future")
+
+    def _serve(self, over: Callable[[], bool], helps: bool) -> Job | None:
+        """Run jobs in this thread, whose turn it is, until `over()` or one returns a function. Return that."""
+        try:
+            self._helped, after = helps, None
+            if self._alarm is not None:
+                self._alarm.clear()
+            while self._jobs and after is None and not over():
+                after = self._run(self._jobs[0])
+            return after
+        finally:
+            self._turn.release()
+
+    def _run(self, job: Job) -> Job | None:
+        try:
+            found: Any = None if exiting.is_set() else job()
+            return found if type(job) is _Then else None
+        except BaseException as error:  # a failing job must not end the thread
+            with self._lock:
+                self.error = self.error or as_error(error)
+            if not isinstance(error, Exception):  # of a signal handler
+                raise
+            return None
+        finally:
+            self._jobs.popleft()  # only now: if a signal handler raises just before, the job runs twice and fails
             self.done += 1
 
     def take_error(self) -> BaseException | None:
@@ -256,12 +341,15 @@ class CallerStream(_Stream):
 
 
 class HostStream(_Stream):
-    """An in-order queue of work, run by a daemon thread. `priority` has no effect."""
+    """An in-order queue of work, run by a daemon thread. `priority` has no effect.
 
-    def __init__(self, priority: int = 0) -> None:
+    patient  while callers of `run_here` run the work, the thread begins 2 ms late, so as not to be woken in vain, or
+             with `hurry`"""
+
+    def __init__(self, priority: int = 0, patient: bool = False) -> None:
         self.priority = priority
         self.handle = next(_handles)
-        self._queue = _Queue()
+        self._queue = _Queue(patient)
         self._queued = 0
         self._lock = threading.Lock()
         self._closed = False
@@ -278,18 +366,28 @@ class HostStream(_Stream):
             if self._closed:
                 raise NcclInvalidUsage(f"{self!r} is closed; create a new one with pynccl.create_stream()")
             self._queued += 1
-            self._queue.jobs.put(fn)
+            self._queue.put(fn)
 
-    def then(self, fn: Callable[[BaseException | None], object]) -> None:
-        """Run `fn(error)` after all work queued so far: its first error that was not raised yet, or None."""
-        queue = self._queue
-        self.submit(lambda: fn(queue.take_error()))
+    def then(self, fn: Callable[[BaseException | None], Job | None]) -> None:
+        """Run `fn(error)` after all work queued so far: its first error that was not raised yet, or None. If it returns
+        a function, call that while later work runs: it may wait for it."""
+        self.submit(_Then(self._queue, fn))
 
     def hold(self, keep: object) -> None:
         """Keep an object alive until all work queued so far has run."""
         with self._lock:
             self._queued += 1
-            self._queue.jobs.put(lambda: keep)  # even if closed: queued work still runs in order
+            self._queue.put(lambda: keep)  # even if closed: queued work still runs in order
+
+    def run_here(self, over: Callable[[], bool]) -> None:
+        """Run queued work in the calling thread, which is faster than to wait for the worker, until `over()`, or until
+        the worker has taken over. For work that may run in any thread."""
+        self._queue.run(over)
+
+    def hurry(self) -> None:
+        """Wake the worker if it has not been."""
+        if self._queue._helped:
+            self._queue.wake()
 
     def query(self) -> bool:
         return self._queue.done == self._queued
@@ -300,7 +398,7 @@ class HostStream(_Stream):
             if self._closed:
                 return
             self._closed = True
-            self._queue.jobs.put(None)
+            self._queue.end()
         try:
             if threading.current_thread() is not self._worker:
                 with waiting_for(self.handle):
@@ -311,7 +409,7 @@ class HostStream(_Stream):
     @destructor
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):
-            self._queue.jobs.put(None)
+            self._queue.end()
 
 
 def stream_from_handle(handle: int) -> HostStream | None:
@@ -349,7 +447,7 @@ def drop_queued_work() -> list[threading.Thread]:
     """At exit: make every worker discard work that has not begun. Return the workers' threads."""
     streams = list(_streams.values())
     for stream in streams:
-        stream._queue.jobs.put(None)
+        stream._queue.end()
     return [stream._worker for stream in streams]
 
 

@@ -205,10 +205,10 @@ class PyncclBackend(Collectives):
 
     def _post(self, x: torch.Tensor, peer: int, tag: int, sends: bool) -> Work:
         route = None if x.is_cuda else self._routes.find(peer, sends)
-        sender, receiver = (self.rank(), peer) if sends else (peer, self.rank())
-        return (route or self._channel(sender, receiver, x.device)).post(x, tag)
+        return (route or self._channel(peer, sends, x.device)).post(x, tag)
 
-    def _channel(self, sender: int, receiver: int, device: torch.device) -> Channel:
+    def _channel(self, peer: int, sends: bool, device: torch.device) -> Channel:
+        sender, receiver = (self.rank(), peer) if sends else (peer, self.rank())
         key = (sender, receiver, device.type)
         with self._making:
             if key not in self._channels:
@@ -219,7 +219,7 @@ class PyncclBackend(Collectives):
                 def connect() -> Communicator:
                     return self._connect(device, self._rendezvous(store, (sender, receiver)), name)
 
-                self._channels[key] = Channel(self.rank() == sender, source, target, connect, self._check)
+                self._channels[key] = Channel(sends, source, target, connect, self._check)
             return self._channels[key]
 
     def _check(self) -> None:

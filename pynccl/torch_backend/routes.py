@@ -15,6 +15,7 @@ import torch
 
 from ..bindings.errors import NcclError, NcclInvalidUsage, NcclRemoteError, NcclSystemError, NcclTimeout
 from ..bindings.library import host_module, load
+from ..bindings.workers import Flag
 from ..bootstrap.join import Children
 from ..comm.base import explained
 from ..interop.buffers import torch_types
@@ -141,7 +142,7 @@ class Route:
             if not self._pending:
                 self._since = time.monotonic()
             self._pending[work] = entry
-        done = partial(self._done, work, data, copies, x, tag)
+        done = partial(self._done, work, data, copies, x, tag, nbytes)
         try:
             self._mailbox.post(self._peer, self._sends, host_module().Message(tag, data.data_ptr(), nbytes, done))
         except BaseException as error:  # also of a signal handler
@@ -151,18 +152,24 @@ class Route:
         return work
 
     def _done(
-        self, work: Work, data: torch.Tensor, copies: list[Copy], x: torch.Tensor, tag: int, outcome: int | Exception
+        self,
+        work: Work,
+        data: torch.Tensor,
+        copies: list[Copy],
+        x: torch.Tensor,
+        tag: int,
+        expected: int,
+        outcome: int | Exception,
     ) -> None:
-        """The message has passed, or failed. Called with the mailbox locked."""
+        """The message has passed, or failed. Called with the mailbox locked.   data: kept until now"""
         entry, self._since = self._pending.pop(work, 0), time.monotonic()
-        expected = data.numel() * data.element_size()
         if isinstance(outcome, int) and outcome != expected:
             outcome = NcclInvalidUsage(
                 f"{self.text} (tag {tag}) has {outcome} bytes, but the tensor of shape {tuple(x.shape)}, {x.dtype} has "
                 f"{expected}; send and recv equal sizes and data types"
             )
         error = outcome if isinstance(outcome, Exception) else None
-        if error is None:
+        if error is None and copies:
             try:
                 with torch.inference_mode(x.is_inference()):  # which another thread may not be in
                     for copy in copies:
@@ -214,21 +221,9 @@ class Posted(Work):
 
     def __init__(self, mailbox: Any, x: torch.Tensor, stream: int) -> None:
         super().__init__(None, [x])
-        self._mailbox, self._done, self._stream = mailbox, _Flag(), stream
+        self._mailbox, self._done, self._stream = mailbox, Flag(), stream
 
     def _block(self, limit: float | None) -> bool:
         if self._mailbox.inherited:
             raise NcclInvalidUsage(_INHERITED)
         return bool(self._mailbox.wait(self._done.is_set, limit))
-
-
-class _Flag:
-    """Whether a message is done. The mailbox wakes those who wait for it."""
-
-    value = False
-
-    def set(self) -> None:
-        self.value = True
-
-    def is_set(self) -> bool:
-        return self.value

@@ -14,7 +14,7 @@ import torch
 
 from ..bindings.errors import NcclTimeout
 from ..bindings.library import host_module
-from ..bindings.workers import WorkerCall
+from ..bindings.workers import Flag, WorkerCall
 from ..comm.base import explained
 from ..comm.communicator import Communicator
 from ..comm.groups import group
@@ -40,7 +40,7 @@ class Work(c10d.WorkBase):
     event: Any = None
     _done: Any = None  # an event, or a flag like one; None: it has run, or is enqueued on a stream
     _stream = 0  # the stream that runs it (CPU), or on which it was issued (CUDA)
-    _kept: list[Any] | None = None  # on CUDA: its buffers, until wait()
+    _kept: list[Any] | None = None  # its buffers: on CUDA until wait(), on the CPU until it is done
     _future_wait = 0  # of those who have its future: the number from begin_wait
     _error: BaseException | None = None
     _future: Any = None
@@ -52,17 +52,21 @@ class Work(c10d.WorkBase):
 
     def begin(self, stream: int) -> Work:
         """Mark it as pending until `complete` is called.   stream: the host stream that runs it"""
-        self._done, self._stream = threading.Event(), stream
+        self._done, self._stream = Flag(), stream
         return self
 
     def complete(self, error: BaseException | None = None) -> None:
         """Mark it as done or failed. Callbacks of the future run in another thread: they can wait for later calls."""
+        if (settle := self.end(error)) is not None:
+            WorkerCall(settle, "future")
+
+    def end(self, error: BaseException | None) -> Callable[[], None] | None:
+        """Mark it as done or failed. Return a function that completes the future, if it has one."""
         assert self._done is not None
         self._error = error
         self._done.set()
         host_module().end_wait(self._future_wait)
-        if self._future is not None:
-            WorkerCall(self._settle, "future")
+        return None if self._future is None else self._settle
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Block until it is done (CPU), or make the current stream wait for it (CUDA). Raises its error if it failed.
@@ -85,10 +89,15 @@ class Work(c10d.WorkBase):
         assert self._done is not None
         if self._done.is_set():
             return True
-        with host_module().waiting_for(self._stream):
+        number = host_module().begin_wait(self._stream)
+        try:
             return self._block(limit)
+        finally:
+            host_module().end_wait(number)
 
     def _block(self, limit: float | None) -> bool:
+        if limit is None and self.lane is not None:
+            self.lane.side.run_here(self._done.is_set)
         return bool(self._done.wait(limit))
 
     def is_completed(self) -> bool:
@@ -126,6 +135,8 @@ class Work(c10d.WorkBase):
                         host_module().end_wait(self._future_wait)
         if self._done is None or self._done.is_set():
             self._settle()
+        elif self.lane is not None:  # who waits for the future does so in C++
+            self.lane.side.hurry()
         return self._future
 
     def _lock(self) -> Any:
@@ -162,11 +173,14 @@ class Lane:
         return self._side()[0]
 
     def _side(self) -> tuple[Any, Handle]:
-        """Return the side stream and its handle. On CUDA the works keep the buffers, not the stream."""
+        """Return the side stream and its handle. The works keep the buffers, not the stream."""
         if self._made is None:
-            stream = create_stream(None if self.is_host else self._ordinal, library=self.comm.library)
+            if self.is_host:
+                stream: Any = host_module().HostStream(patient=True)
+            else:
+                stream = create_stream(self._ordinal, library=self.comm.library)
             with self.comm._lock:  # another thread may have been faster
-                self._made = self._made or (stream, vouched(stream.handle, stream if self.is_host else []))
+                self._made = self._made or (stream, vouched(stream.handle, []))
         return self._made
 
     @cached_property
@@ -225,6 +239,7 @@ class Lane:
         for copy in copies:
             side.submit(copy)
         work.begin(side.handle)
+        work._kept = [calls, copies]
         side.then(partial(self._complete, work, entry))
 
     def _run_on_cuda(self, work: Work, calls: Sequence[Call], copies: Sequence[Copy]) -> None:
@@ -262,8 +277,9 @@ class Lane:
             for call in calls:
                 call(self.comm, stream=stream)
 
-    def _complete(self, work: Work, entry: int, error: BaseException | None) -> None:
+    def _complete(self, work: Work, entry: int, error: BaseException | None) -> Callable[[], None] | None:
         """On the CPU's side stream: record that the call is done, so that hang reports do not show it as pending."""
+        work._kept = None
         if error is None and entry and self.comm._track is not None:
             self.comm._track.completed(entry)
-        work.complete(error)
+        return work.end(error)
