@@ -3,6 +3,9 @@ ranks' inputs, and with gloo where gloo is correct."""
 
 from __future__ import annotations
 
+import random
+import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -312,3 +315,44 @@ def compare_with_gloo(place: Place, path: str) -> None:
 @each_size
 def test_sums_match_gloo_and_are_bitwise_equal_on_all_ranks(processes: RankPool, n: int, tmp_path: Path) -> None:
     processes.run(n, compare_with_gloo, str(tmp_path / "store"))
+
+
+def waits(place: Place, path: str) -> None:
+    """Each way to wait for asynchronous calls, in every order, and from a thread that did not make them."""
+
+    def sum_of(x: torch.Tensor, depth: int) -> Any:
+        """Return a future of the sum over the ranks, `depth` more times, each from a callback of the one before."""
+        future = dist.all_reduce(x, async_op=True).get_future()
+        return future.then(lambda done: sum_of(x, depth - 1).wait() if depth else done.value()[0].clone())
+
+    def waiting(work: Any, way: int) -> None:
+        if way == 0:
+            work.wait()
+        elif way == 1:
+            work.get_future().wait()
+        elif way == 2:
+            thread = threading.Thread(target=work.wait)
+            thread.start()
+            thread.join()
+        elif way == 3:
+            while not work.is_completed() and not work.get_future().done():
+                time.sleep(1e-4)
+
+    with process_group("pynccl", place, path):
+        for depth in (0, 1, 5):
+            dist.all_reduce(torch.ones(1), async_op=True).wait()
+            assert sum_of(torch.ones(3), depth).wait().tolist() == 3 * [float(place.size ** (depth + 1))]
+        draw = random.Random(place.rank)  # the ranks wait in other ways
+        for _ in range(100):
+            parts = [torch.full((1 if i % 2 else 70_000,), float(place.rank + i)) for i in range(5)]
+            works: list[Any] = [dist.all_reduce(part, async_op=True) for part in parts]
+            for at in draw.sample(range(5), 5):
+                waiting(works[at], draw.randrange(5))
+            works[-1].wait()
+            for i, part in enumerate(parts):
+                assert part.eq(sum(rank + i for rank in range(place.size))).all(), i
+
+
+@each_size
+def test_every_way_to_wait(processes: RankPool, n: int, tmp_path: Path) -> None:
+    processes.run(n, waits, str(tmp_path / "store"))

@@ -1,0 +1,233 @@
+"""Who runs the work of a host stream: its thread, or a thread that waits for it."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+
+import pytest
+from processes import wait_for
+
+from pynccl.bindings.errors import NcclError
+from pynccl.host import HostStream
+from pynccl.host.alarm import Alarm
+
+SECONDS = 30.0
+
+
+def noted(seen: list[int]) -> None:
+    seen.append(threading.get_ident())
+
+
+def helped(stream: HostStream) -> list[int]:
+    """Run a job in this thread, so that a patient stream leaves the next one alone. Return the threads that ran it."""
+    seen: list[int] = []
+    stream.submit(partial(noted, seen))
+    stream.run_here(lambda: bool(seen))
+    wait_for(stream.query)
+    return seen
+
+
+def left_alone(stream: HostStream) -> None:
+    wait_for(lambda: helped(stream) == [threading.get_ident()])  # its thread may be faster
+
+
+@pytest.fixture
+def stream() -> HostStream:
+    stream = HostStream(patient=True)
+    left_alone(stream)
+    return stream
+
+
+def test_a_waiting_thread_runs_the_work_in_order(stream: HostStream) -> None:
+    by_thread, order = [], []
+    for i in range(20):
+        stream.submit(partial(order.append, i))
+    stream.submit(partial(noted, by_thread))
+    stream.run_here(lambda: bool(by_thread))
+    assert by_thread == [threading.get_ident()] and order == list(range(20))
+    stream.close()
+
+
+def test_what_nobody_waits_for_runs_a_little_later(stream: HostStream) -> None:
+    done = threading.Event()
+    stream.submit(done.set)
+    assert done.wait(SECONDS)
+    left_alone(stream)
+    done.clear()
+    stream.submit(done.set)
+    stream.hurry()
+    assert done.wait(SECONDS)
+    stream.close()
+
+
+def test_who_has_waited_leaves_the_rest_to_the_thread(stream: HostStream) -> None:
+    first, second = [], threading.Event()
+    stream.submit(partial(noted, first))
+    stream.submit(second.set)
+    stream.run_here(lambda: bool(first))
+    assert second.wait(SECONDS)
+    stream.close()
+
+
+@pytest.mark.parametrize("helps", (False, True))
+def test_what_a_job_returns_may_wait_for_later_work(helps: bool) -> None:
+    """Also if several of them wait at the same time."""
+    stream, later, ended = HostStream(patient=True), threading.Event(), []
+    depth = 5
+    for i in range(depth):
+        stream.then(lambda error, i=i: lambda: ended.append((i, later.wait(SECONDS))))  # type: ignore[misc]
+    stream.submit(later.set)
+    if helps:
+        stream.run_here(later.is_set)
+    assert later.wait(SECONDS)
+    stream.close()
+    wait_for(lambda: len(ended) == depth)
+    assert sorted(ended) == [(i, True) for i in range(depth)]
+
+
+def test_what_a_function_of_the_program_returns_is_ignored(stream: HostStream) -> None:
+    called: list[int] = []
+    stream.submit(lambda: partial(called.append, 1))
+    stream.close()
+    assert not called
+
+
+def test_close_runs_what_is_left_while_somebody_else_runs_work(stream: HostStream) -> None:
+    started, go, seen = threading.Event(), threading.Event(), []
+
+    def first() -> None:
+        started.set()
+        go.wait(SECONDS)
+
+    stream.submit(first)
+    helper = threading.Thread(target=stream.run_here, args=(started.is_set,))
+    helper.start()
+    assert started.wait(SECONDS)
+    for i in range(10):
+        stream.submit(partial(seen.append, i))
+    threading.Timer(0.05, go.set).start()
+    stream.close()
+    helper.join(SECONDS)
+    assert seen == list(range(10)) and not helper.is_alive()
+
+
+def test_a_dropped_stream_ends_its_thread() -> None:
+    seen: list[int] = []
+    stream = HostStream(patient=True)
+    left_alone(stream)
+    worker = stream._worker
+    stream.submit(partial(seen.append, 1))
+    del stream
+    worker.join(SECONDS)
+    assert seen == [1] and not worker.is_alive()
+
+
+@pytest.mark.parametrize("patient", (False, True))
+def test_order_is_kept_whoever_runs(patient: bool) -> None:
+    """Several threads submit, wait in any way, or do not wait; each stream's jobs run in the order of submission."""
+    draw, streams = random.Random(7), [HostStream(patient=patient) for _ in range(3)]
+    begun: list[list[int]] = [[] for _ in streams]
+    ended: list[list[int]] = [[] for _ in streams]
+    submitted, locks, failed = [0] * 3, [threading.Lock() for _ in streams], []
+
+    def job(at: int, number: int) -> None:
+        begun[at].append(number)
+        if number % 7 == 0:
+            time.sleep(0.0002)
+        ended[at].append(number)
+
+    def program(seed: int) -> None:
+        own = random.Random(seed)
+        for _ in range(400):
+            at, done = own.randrange(3), threading.Event()
+            with locks[at]:
+                for _ in range(own.randrange(1, 4)):
+                    streams[at].submit(partial(job, at, submitted[at]))
+                    submitted[at] += 1
+                streams[at].then(lambda error, done=done: done.set)  # type: ignore[misc]
+            way = own.randrange(4)
+            if way == 0:
+                continue
+            if way == 1:
+                streams[at].hurry()
+            elif way == 2:
+                streams[at].run_here(done.is_set)
+            if not done.wait(SECONDS):
+                failed.append(way)
+
+    threads = [threading.Thread(target=program, args=(draw.randrange(1 << 30),)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * SECONDS)
+    for stream in streams:
+        stream.close()
+    assert not failed
+    assert begun == ended == [list(range(count)) for count in submitted]
+
+
+def test_ctrl_c_in_work_that_the_waiting_thread_runs(stream: HostStream) -> None:
+    """It is raised there; the work has failed, and later work runs."""
+    errors: list[BaseException | None] = []
+    stream.submit(partial(signal.raise_signal, signal.SIGINT))
+    stream.then(lambda error: errors.append(error))  # type: ignore[func-returns-value]
+    with pytest.raises(KeyboardInterrupt):
+        stream.run_here(lambda: bool(errors))
+    seen: list[int] = []
+    stream.submit(partial(seen.append, 1))
+    stream.close()
+    [error] = errors
+    assert seen == [1] and isinstance(error, NcclError) and "was interrupted (Ctrl-C)" in str(error)
+
+
+def test_alarms_ring_once_in_their_order_unless_cleared() -> None:
+    rung: list[int] = []
+    alarms = [Alarm(0.01 * (5 - i), partial(rung.append, i)) for i in range(5)]
+    for _ in range(2):  # the second time does nothing
+        for alarm in alarms:
+            alarm.set()
+    alarms[1].clear()
+    wait_for(lambda: len(rung) == 4)
+    time.sleep(0.05)
+    assert rung == [4, 3, 2, 0]
+
+
+FORK = """
+import os, threading, time
+from pynccl.host import HostStream
+stream, done = HostStream(patient=True), threading.Event()
+stream.submit(done.set)
+stream.run_here(done.is_set)
+stream.submit(lambda: None)  # the alarm is set
+if (child := os.fork()) == 0:
+    own, seen = HostStream(patient=True), threading.Event()
+    own.submit(lambda: None)
+    own.run_here(own.query)
+    own.submit(seen.set)
+    os._exit(0 if seen.wait(20) else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+stream.close()
+"""
+
+EXIT = """
+import threading, time
+from pynccl.host import HostStream
+stream, done = HostStream(patient=True), threading.Event()
+stream.submit(done.set)
+stream.run_here(done.is_set)
+stream.submit(lambda: None)
+stream.then(lambda error: lambda: time.sleep(0.1))
+"""
+
+
+@pytest.mark.parametrize("program", (FORK, EXIT), ids=("fork", "exit"))
+def test_forks_and_exits_while_the_alarm_is_set(program: str) -> None:
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", ""), done
