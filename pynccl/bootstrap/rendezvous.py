@@ -36,7 +36,7 @@ from ..watch.store import Prefixed, append, lines, read
 _COMPLETE, _FOLLOW, _LATE = "complete", "follow", "late"  # follow: take the next number
 _ERRORS: dict[str, type[NcclError]] = {"usage": NcclInvalidUsage, "remote": NcclRemoteError, _LATE: NcclTimeout}
 _FAILED = ("usage", "remote")  # a rank that comes later raises the error; after _LATE it waits for another try
-_MIN_PAUSE, _MAX_PAUSE = 0.001, 0.1
+_MIN_PAUSE, _MAX_PAUSE = 0.0005, 0.1  # between them a tenth of the time waited, which it may add
 _MAX_PAUSE_OF_RANK_0 = 0.02  # all others wait for it
 _REPORT_SECONDS = 2.0  # limit for reporting this rank's failure to a store that may not answer
 _MIN_REPORT_SECONDS = 0.2  # the same after Ctrl-C or sys.exit, or at the deadline
@@ -130,7 +130,7 @@ class Rendezvous:
 
     def _take(self, wait: Wait) -> int:
         """Return the last number that rank 0 issued; wait for the next if this rank has no place in that one."""
-        issued, pause = self._issued(), _MIN_PAUSE
+        issued = self._issued()
         number = self._unfinished(max(issued, 1))
         if number > issued:
             append(self._keys(number), "early", str(self.rank))
@@ -138,8 +138,7 @@ class Rendezvous:
             self._call_on_name(number)
             if self.clock.left() <= 0:
                 raise self._no_next(number)
-            wait.pause(pause)
-            pause = min(2 * pause, _MAX_PAUSE)
+            self._pause(wait, _MAX_PAUSE)
         return number
 
     def _no_next(self, number: int) -> NcclError:
@@ -165,6 +164,9 @@ class Rendezvous:
             number += 1
         return number
 
+    def _pause(self, wait: Wait, longest: float) -> None:
+        wait.pause(min(max(self.clock.waited() / 10, _MIN_PAUSE), longest))
+
     # The ranks
 
     def _register(self, identity: bytes) -> int:
@@ -180,7 +182,7 @@ class Rendezvous:
 
     def _wait_for_all(self, claim: int, wait: Wait) -> bool:
         """Return whether the rendezvous is complete; False: another follows."""
-        pause, longest = _MIN_PAUSE, _MAX_PAUSE if self.rank else _MAX_PAUSE_OF_RANK_0
+        longest = _MAX_PAUSE if self.rank else _MAX_PAUSE_OF_RANK_0
         compared = self.rank == 0
         while not self.store.check(["over"]):  # store.wait() would miss an error, and warns
             self._call_on_name(self._number)
@@ -188,8 +190,7 @@ class Rendezvous:
             compared = compared or self._compare_size()
             if self.clock.left() <= 0:
                 _end(self.store, _LATE, _missing(self._waited(), self._absent(self.store, "came")))
-            wait.pause(pause)
-            pause = min(2 * pause, longest)
+            self._pause(wait, longest)
         kind, _, text = _read_end(self.store)
         if kind == _FOLLOW and self.rank == 0:
             self._raise_duplicate(self._keys(self._issued()), text)

@@ -126,9 +126,9 @@ class Rendezvous(NamedTuple):
         Meanwhile the process's last error names the missing ranks. If the ranks contradict each other, all of them get
         ncclInvalidUsage.
         """
-        deadline = time.monotonic() + timeout
+        started = time.monotonic()
+        deadline, missing = started + timeout, []
         call = f"{function}: rank {rank} of {size}"
-        pause, missing = 0.001, []
         with self._open(deadline) as store:
             while True:
                 try:
@@ -149,9 +149,8 @@ class Rendezvous(NamedTuple):
                 if time.monotonic() > deadline:
                     raise HostFailure(Result.SYSTEM_ERROR, f"{last_error.text} after {timeout:g} s")
                 check()
-                if exiting.wait(pause):
+                if exiting.wait(min(max((time.monotonic() - started) / 10, 0.0005), 0.02)):
                     raise HostFailure(Result.SYSTEM_ERROR, f"{last_error.text} as the process exits")
-                pause = min(2 * pause, 0.02)
 
 
 def make_unique_id() -> bytes:
