@@ -64,7 +64,7 @@ class Flag:
         return self.value
 
     def wait(self, limit: float | None = None) -> bool:
-        if self._unset.acquire(timeout=-1 if limit is None else max(limit, 0.0)):
+        if not self.value and self._unset.acquire(timeout=-1 if limit is None else max(limit, 0.0)):
             self._unset.release()
         return self.value
 

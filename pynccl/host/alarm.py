@@ -22,7 +22,7 @@ _timer = -1
 
 
 class Alarm:
-    """Calls `ring()`, which returns at once, in another thread `seconds` after `set()`, unless `clear()` comes before."""
+    """Calls `ring()`, which returns at once, in some thread `seconds` after `set()`, unless `clear()` comes first."""
 
     def __init__(self, seconds: float, ring: Callable[[], object]) -> None:
         self.ring, self._seconds = ring, seconds
@@ -31,10 +31,14 @@ class Alarm:
         """Do nothing if it is set."""
         if self in _deadlines:
             return
-        with _lock:
-            _deadlines[self] = deadline = time.monotonic() + self._seconds
-            if deadline < _next:
-                _set_timer(deadline, self._seconds)
+        try:
+            with _lock:
+                deadline = time.monotonic() + self._seconds
+                if deadline < _next:
+                    _set_timer(deadline, self._seconds)
+                _deadlines[self] = deadline
+        except (OSError, RuntimeError):  # no descriptor or no thread is left
+            self.ring()
 
     def clear(self) -> None:
         _deadlines.pop(self, None)
@@ -43,10 +47,17 @@ class Alarm:
 def _set_timer(deadline: float, seconds: float) -> None:
     global _next, _timer
     if _timer < 0:
-        _timer = _libc.timerfd_create(_MONOTONIC, _CLOEXEC)
-        threading.Thread(target=_attend, args=(_timer,), name="pynccl alarms", daemon=True).start()
-    _next = deadline
+        timer = _libc.timerfd_create(_MONOTONIC, _CLOEXEC)
+        if timer < 0:
+            raise OSError(ctypes.get_errno(), "timerfd_create")
+        try:
+            threading.Thread(target=_attend, args=(timer,), name="pynccl alarms", daemon=True).start()
+        except BaseException:
+            os.close(timer)
+            raise
+        _timer = timer
     _libc.timerfd_settime(_timer, 0, (ctypes.c_long * 4)(0, 0, int(seconds), int(seconds % 1 * 1e9)), None)
+    _next = deadline
 
 
 def _attend(timer: int) -> None:

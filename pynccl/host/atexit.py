@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import time
 
 from . import alarm, comm, init, mailbox, rendezvous, rma, stream
 from .failure import exiting, invalid_usage
@@ -26,8 +27,9 @@ def _at_exit() -> None:
             notice = communicator.failure_notice("its process exited while an operation was running")
             communicator.fail(invalid_usage("the process exited while this operation was running"), notice)
             communicator.rma.close()
+    end = time.monotonic() + _JOIN_SECONDS
     for worker in workers:
-        worker.join(_JOIN_SECONDS)
+        worker.join(max(end - time.monotonic(), 0.0))
     init.join_waiting(_JOIN_SECONDS)
     for communicator in reversed(comm.all_communicators()):  # those without sockets use those of others, made before
         if communicator.idle:

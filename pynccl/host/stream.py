@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 
 from ..bindings.abi import Result
-from ..bindings.errors import NcclInvalidUsage, from_result
+from ..bindings.errors import NcclError, NcclInvalidUsage, from_result
 from ..bindings.resource import Shared, destructor
 from ..bindings.workers import WorkerCall
 from .alarm import Alarm
@@ -50,8 +50,6 @@ def explain(error: BaseException) -> BaseException:
 
 def as_error(failure: BaseException) -> BaseException:
     """Return the exception for users: an NcclError for a HostFailure, otherwise `failure` itself."""
-    if not isinstance(failure, Exception):  # it is raised where it happened; later calls raise what it means for them
-        failure = HostFailure(Result.SYSTEM_ERROR, f"this rank {reason_of(failure)} during the operation")
     if isinstance(failure, HostFailure):
         return from_result(failure.code, "an operation on a host stream", REASONS[failure.code], failure.text)
     return failure
@@ -96,13 +94,16 @@ def awaited_since(handles: set[int]) -> float:
 
 class _Then:
     """A job that is called with the first error of those before it that was not raised yet, or None. It may return a
-    function, to be called once later jobs can run."""
+    function, to be called once later jobs can run. It may be called again if a signal handler ended it."""
+
+    _taken: tuple[BaseException | None] | None = None
 
     def __init__(self, queue: _Queue, fn: Callable[[BaseException | None], Job | None]) -> None:
         self._queue, self._fn = queue, fn
 
     def __call__(self) -> Job | None:
-        return self._fn(self._queue.take_error())
+        self._taken = self._taken or (self._queue.take_error(),)
+        return self._fn(self._taken[0])
 
 
 class _Queue:
@@ -111,9 +112,9 @@ class _Queue:
 
     def __init__(self, patient: bool) -> None:
         self._jobs: deque[Job] = deque()
-        self._turn = threading.Lock()  # held by the thread that runs jobs: the stream's, or another
+        self._turn: Any = threading.RLock()  # held by the thread that runs jobs: the stream's, or another
         self._tokens: queue.SimpleQueue[bool] = queue.SimpleQueue()  # for the stream's thread: True to run jobs, or end
-        self._away = False  # the stream's thread calls a function that a job returned
+        self.away = False  # the stream's thread calls a function that a job returned
         self._alarm = Alarm(_PATIENCE_SECONDS, self.wake) if patient else None
         self._helped = False  # another thread ran the last jobs
         self.done = 0
@@ -129,65 +130,91 @@ class _Queue:
 
     def wake(self) -> None:
         """Have a thread run the jobs."""
-        if self._away:
+        if self.away:
             WorkerCall(partial(self.run, _never), "stream")
         else:
             self._tokens.put(True)
+
+    def hurry(self) -> None:
+        """Wake a thread if none has been."""
+        if self._helped and self._jobs:
+            self.wake()
 
     def end(self) -> None:
         self._tokens.put(False)
 
     def work(self) -> None:
-        """In the stream's thread: run the jobs."""
+        """In the stream's thread, in which no signal handler runs: run the jobs."""
         while self._tokens.get():
             while self._jobs and self._turn.acquire(blocking=False):
-                if (after := self._serve(_never, False)) is not None:
-                    self._away = True
+                after = self._serve(_never, False)
+                self._turn.release()
+                if after is not None:
+                    self.away = True
                     if self._jobs:
                         self.wake()
                     with contextlib.suppress(Exception):
                         after()
-                    self._away = False
+                    self.away = False
+                after = None  # it keeps the stream
         with self._turn:  # somebody may run the last ones
             while self._jobs:
-                self._run(self._jobs[0])
+                if (after := self._serve(_never, False)) is not None:
+                    WorkerCall(after, "future")
 
     def run(self, over: Callable[[], bool]) -> None:
-        """In another thread: run jobs until `over()` or none is left, unless a thread does already."""
-        while self._jobs and not over() and self._turn.acquire(blocking=False):
-            try:
+        """In another thread: run jobs until `over()` or none is left, unless a thread does already. Raises what a
+        signal handler raises meanwhile."""
+        served = False
+        try:
+            self._leave()
+            while self._jobs and not over() and self._turn.acquire(blocking=False):
+                served = True
                 after = self._serve(over, True)
-            finally:
-                if self._jobs:
-                    self.wake()
-            if after is not None:
-                WorkerCall(after, "future")
+                self._turn.release()
+                if after is not None:
+                    WorkerCall(after, "future")
+        finally:
+            if (self._leave() or served) and self._jobs:
+                self.wake()
+
+    def _leave(self) -> bool:
+        """Release the turn if a signal handler has kept this thread from it. Return whether it did."""
+        if not self._turn._is_owned():
+            return False
+        self._turn.release()
+        return True
 
     def _serve(self, over: Callable[[], bool], helps: bool) -> Job | None:
         """Run jobs in this thread, whose turn it is, until `over()` or one returns a function. Return that."""
-        try:
-            self._helped, after = helps, None
-            if self._alarm is not None:
-                self._alarm.clear()
-            while self._jobs and after is None and not over():
-                after = self._run(self._jobs[0])
-            return after
-        finally:
-            self._turn.release()
+        self._helped, after = helps, None
+        if self._alarm is not None:
+            self._alarm.clear()
+        while self._jobs and after is None and not over():
+            after = self._run(self._jobs[0], helps)
+        return after
 
-    def _run(self, job: Job) -> Job | None:
+    def _run(self, job: Job, helps: bool) -> Job | None:
         try:
             found: Any = None if exiting.is_set() else job()
             return found if type(job) is _Then else None
         except BaseException as error:  # a failing job must not end the thread
-            with self._lock:
-                self.error = self.error or as_error(error)
-            if not isinstance(error, Exception):  # of a signal handler
-                raise
-            return None
+            if not helps or isinstance(error, (HostFailure, NcclError)):
+                self._failed(as_error(error))
+                return None
+            if type(job) is _Then:  # of a signal handler: the job is still to do
+                self._jobs.appendleft(job)
+            else:
+                text = f"this rank {reason_of(error)} during the operation"
+                self._failed(as_error(HostFailure(Result.SYSTEM_ERROR, text)))
+            raise
         finally:
             self._jobs.popleft()  # only now: if a signal handler raises just before, the job runs twice and fails
             self.done += 1
+
+    def _failed(self, error: BaseException) -> None:
+        with self._lock:
+            self.error = self.error or error
 
     def take_error(self) -> BaseException | None:
         """Return and clear the error that has not been raised yet."""
@@ -381,13 +408,13 @@ class HostStream(_Stream):
 
     def run_here(self, over: Callable[[], bool]) -> None:
         """Run queued work in the calling thread, which is faster than to wait for the worker, until `over()`, or until
-        the worker has taken over. For work that may run in any thread."""
+        the worker has taken over. For work that may run in any thread. An exception of a signal handler fails what
+        runs, as in a call on the caller's stream, and is raised."""
         self._queue.run(over)
 
     def hurry(self) -> None:
         """Wake the worker if it has not been."""
-        if self._queue._helped:
-            self._queue.wake()
+        self._queue.hurry()
 
     def query(self) -> bool:
         return self._queue.done == self._queued
@@ -444,11 +471,11 @@ def find_event(handle: int) -> HostEvent:
 
 
 def drop_queued_work() -> list[threading.Thread]:
-    """At exit: make every worker discard work that has not begun. Return the workers' threads."""
+    """At exit: make every worker discard work that has not begun. Return the threads of those that run some."""
     streams = list(_streams.values())
     for stream in streams:
         stream._queue.end()
-    return [stream._worker for stream in streams]
+    return [stream._worker for stream in streams if not stream._queue.away]
 
 
 def after_fork() -> None:

@@ -22,7 +22,7 @@ from ..interop.buffers import torch_types
 from ..watch import layout, watchdog
 from ..watch.frames import call_site
 from ..watch.track import Identity, new_track
-from .tensors import Copy, source, target
+from .tensors import Copy, copy_back, source, target
 from .work import Work
 
 _INHERITED = "the process group was inherited through a fork; make a new one in the child"
@@ -171,9 +171,7 @@ class Route:
         error = outcome if isinstance(outcome, Exception) else None
         if error is None and copies:
             try:
-                with torch.inference_mode(x.is_inference()):  # which another thread may not be in
-                    for copy in copies:
-                        copy()
+                copy_back(copies, x)
             except Exception as failed:  # of this message alone
                 error = failed
         if self._track is not None and entry > self._track.head - layout.CALLS:  # else it is not in the ring any more

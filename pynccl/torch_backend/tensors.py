@@ -62,6 +62,13 @@ def recv_buffer_of(tensors: Sequence[torch.Tensor], copies: list[Copy], reduces:
     return _elements(buffer, reduces)
 
 
+def copy_back(copies: Sequence[Copy], x: torch.Tensor) -> None:
+    """Make the copies into tensors like x, in any thread: it need not be in inference mode."""
+    with torch.inference_mode(x.is_inference()):
+        for copy in copies:
+            copy()
+
+
 def _elements(x: torch.Tensor, reduces: bool) -> torch.Tensor:
     """View x with a data type that NCCL has: as bytes to move data, as a type with the same sum to reduce."""
     if reduces:

@@ -23,7 +23,7 @@ from ..interop.handles import DEFAULT_STREAMS, Handle, vouched
 from ..interop.keepalive import Shelf
 from ..interop.streams import create_stream
 from . import c10d
-from .tensors import Copy
+from .tensors import Copy, copy_back
 
 Call = Callable[..., object]  # (communicator, stream=); stream None: the current stream
 
@@ -40,7 +40,7 @@ class Work(c10d.WorkBase):
     event: Any = None
     _done: Any = None  # an event, or a flag like one; None: it has run, or is enqueued on a stream
     _stream = 0  # the stream that runs it (CPU), or on which it was issued (CUDA)
-    _kept: list[Any] | None = None  # its buffers: on CUDA until wait(), on the CPU until it is done
+    _kept: list[Any] | None = None  # on CUDA: its buffers, until wait()
     _future_wait = 0  # of those who have its future: the number from begin_wait
     _error: BaseException | None = None
     _future: Any = None
@@ -96,12 +96,17 @@ class Work(c10d.WorkBase):
             host_module().end_wait(number)
 
     def _block(self, limit: float | None) -> bool:
-        if limit is None and self.lane is not None:
-            self.lane.side.run_here(self._done.is_set)
+        if self.lane is not None:
+            if limit is None:
+                self.lane.side.run_here(self._done.is_set)
+            else:
+                self.lane.side.hurry()
         return bool(self._done.wait(limit))
 
     def is_completed(self) -> bool:
         if self._done is not None and not self._done.is_set():
+            if self.lane is not None:
+                self.lane.side.hurry()
             return False
         return self.event is None or bool(self.event.query())
 
@@ -173,14 +178,14 @@ class Lane:
         return self._side()[0]
 
     def _side(self) -> tuple[Any, Handle]:
-        """Return the side stream and its handle. The works keep the buffers, not the stream."""
+        """Return the side stream and its handle. On CUDA the works keep the buffers, not the stream."""
         if self._made is None:
             if self.is_host:
                 stream: Any = host_module().HostStream(patient=True)
             else:
                 stream = create_stream(self._ordinal, library=self.comm.library)
             with self.comm._lock:  # another thread may have been faster
-                self._made = self._made or (stream, vouched(stream.handle, []))
+                self._made = self._made or (stream, vouched(stream.handle, stream if self.is_host else []))
         return self._made
 
     @cached_property
@@ -218,6 +223,8 @@ class Lane:
         here   run on the caller's stream; on the CPU the calls have then run when this returns
         limit  default timeout of wait() in seconds, 0: none"""
         if here and not limit:
+            if self.is_host and self._made is not None:
+                self.side.hurry()  # it waits for earlier calls
             self._issue(calls, None)
             for copy in copies:
                 copy()
@@ -236,10 +243,9 @@ class Lane:
         with self.comm._lock:
             self._issue(calls, handle)
             entry = 0 if track is None else track.head
-        for copy in copies:
-            side.submit(copy)
+        if copies:
+            side.submit(partial(copy_back, copies, work._result[0]))
         work.begin(side.handle)
-        work._kept = [calls, copies]
         side.then(partial(self._complete, work, entry))
 
     def _run_on_cuda(self, work: Work, calls: Sequence[Call], copies: Sequence[Copy]) -> None:
@@ -279,7 +285,6 @@ class Lane:
 
     def _complete(self, work: Work, entry: int, error: BaseException | None) -> Callable[[], None] | None:
         """On the CPU's side stream: record that the call is done, so that hang reports do not show it as pending."""
-        work._kept = None
         if error is None and entry and self.comm._track is not None:
             self.comm._track.completed(entry)
         return work.end(error)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import random
 import signal
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from functools import partial
 
 import pytest
 from processes import wait_for
 
 from pynccl.bindings.errors import NcclError
-from pynccl.host import HostStream
+from pynccl.host import HostStream, alarm
 from pynccl.host.alarm import Alarm
 
 SECONDS = 30.0
@@ -45,7 +47,8 @@ def stream() -> HostStream:
 
 
 def test_a_waiting_thread_runs_the_work_in_order(stream: HostStream) -> None:
-    by_thread, order = [], []
+    by_thread: list[int] = []
+    order: list[int] = []
     for i in range(20):
         stream.submit(partial(order.append, i))
     stream.submit(partial(noted, by_thread))
@@ -67,7 +70,8 @@ def test_what_nobody_waits_for_runs_a_little_later(stream: HostStream) -> None:
 
 
 def test_who_has_waited_leaves_the_rest_to_the_thread(stream: HostStream) -> None:
-    first, second = [], threading.Event()
+    first: list[int] = []
+    second = threading.Event()
     stream.submit(partial(noted, first))
     stream.submit(second.set)
     stream.run_here(lambda: bool(first))
@@ -99,7 +103,8 @@ def test_what_a_function_of_the_program_returns_is_ignored(stream: HostStream) -
 
 
 def test_close_runs_what_is_left_while_somebody_else_runs_work(stream: HostStream) -> None:
-    started, go, seen = threading.Event(), threading.Event(), []
+    seen: list[int] = []
+    started, go = threading.Event(), threading.Event()
 
     def first() -> None:
         started.set()
@@ -172,26 +177,90 @@ def test_order_is_kept_whoever_runs(patient: bool) -> None:
     assert begun == ended == [list(range(count)) for count in submitted]
 
 
-def test_ctrl_c_in_work_that_the_waiting_thread_runs(stream: HostStream) -> None:
-    """It is raised there; the work has failed, and later work runs."""
+class Alert(Exception):
+    """Of a signal handler."""
+
+
+def alert(*_: object) -> None:
+    raise Alert
+
+
+@pytest.mark.parametrize("kind", (KeyboardInterrupt, Alert))
+@pytest.mark.parametrize("where", ("job", "then"))
+def test_a_signal_handler_raises_in_the_thread_that_waits(
+    stream: HostStream, kind: type[BaseException], where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What ran has failed. What was to be told of it is told all the same, once, and later work runs."""
     errors: list[BaseException | None] = []
-    stream.submit(partial(signal.raise_signal, signal.SIGINT))
-    stream.then(lambda error: errors.append(error))  # type: ignore[func-returns-value]
-    with pytest.raises(KeyboardInterrupt):
-        stream.run_here(lambda: bool(errors))
+    interrupts = [partial(signal.raise_signal, signal.SIGINT)]
+    before = signal.signal(signal.SIGINT, alert if kind is Alert else signal.default_int_handler)
+
+    def tell(error: BaseException | None) -> None:
+        if where == "then" and interrupts:
+            interrupts.pop()()
+        errors.append(error)
+
+    try:
+        stream.submit(interrupts.pop() if where == "job" else int)
+        stream.then(tell)
+        with pytest.raises(kind):
+            stream.run_here(lambda: bool(errors))
+    finally:
+        signal.signal(signal.SIGINT, before)
     seen: list[int] = []
     stream.submit(partial(seen.append, 1))
     stream.close()
     [error] = errors
-    assert seen == [1] and isinstance(error, NcclError) and "was interrupted (Ctrl-C)" in str(error)
+    assert seen == [1] and (where == "then" or isinstance(error, NcclError)), error
+    expected = {KeyboardInterrupt: "was interrupted (Ctrl-C)", Alert: "raised Alert"}[kind]
+    assert error is None if where == "then" else expected in str(error)
+
+
+def test_a_thread_that_was_kept_from_ending_its_turn_ends_it_the_next_time(stream: HostStream) -> None:
+    stream._queue._turn.acquire()  # then a signal handler has raised
+    seen: list[int] = []
+    stream.submit(partial(noted, seen))
+    stream.run_here(lambda: bool(seen))
+    assert seen == [threading.get_ident()]
+    stream.close()
+
+
+def test_a_thread_keeps_nothing_of_the_last_work() -> None:
+    class Kept:
+        pass
+
+    stream, kept = HostStream(patient=True), Kept()
+    seen, found = weakref.ref(kept), threading.Event()
+    stream.then(lambda error, kept=kept: lambda: (kept, found.set()))  # type: ignore[misc]
+    del kept
+    assert found.wait(SECONDS)
+    wait_for(lambda: seen() is None)
+    stream.close()
+
+
+@pytest.mark.parametrize("lacking", ("descriptors", "threads"))
+def test_without_a_timer_an_alarm_rings_at_once(lacking: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rung: list[int] = []
+    one = Alarm(1e-3, partial(rung.append, 1))
+    with monkeypatch.context() as patch:
+        patch.setattr(alarm, "_timer", -1)
+        patch.setattr(alarm, "_next", math.inf)
+        if lacking == "threads":
+            patch.setattr(threading.Thread, "start", lambda self: (_ for _ in ()).throw(RuntimeError("no thread")))
+        else:
+            patch.setattr(alarm._libc, "timerfd_create", lambda *_: -1, raising=False)
+        one.set()
+        assert rung == [1] and alarm._timer == -1
+    one.set()
+    wait_for(lambda: len(rung) == 2)
 
 
 def test_alarms_ring_once_in_their_order_unless_cleared() -> None:
     rung: list[int] = []
     alarms = [Alarm(0.01 * (5 - i), partial(rung.append, i)) for i in range(5)]
     for _ in range(2):  # the second time does nothing
-        for alarm in alarms:
-            alarm.set()
+        for each in alarms:
+            each.set()
     alarms[1].clear()
     wait_for(lambda: len(rung) == 4)
     time.sleep(0.05)
@@ -200,7 +269,7 @@ def test_alarms_ring_once_in_their_order_unless_cleared() -> None:
 
 FORK = """
 import os, threading, time
-from pynccl.host import HostStream
+from pynccl.host import HostStream, alarm
 stream, done = HostStream(patient=True), threading.Event()
 stream.submit(done.set)
 stream.run_here(done.is_set)
@@ -217,7 +286,7 @@ stream.close()
 
 EXIT = """
 import threading, time
-from pynccl.host import HostStream
+from pynccl.host import HostStream, alarm
 stream, done = HostStream(patient=True), threading.Event()
 stream.submit(done.set)
 stream.run_here(done.is_set)

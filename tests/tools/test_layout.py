@@ -43,8 +43,8 @@ ORDER: dict[str, str] = {
         tools.perf.options tools.perf.cases tools.perf.measure tools.perf.report tools.perf __main__
     """,
     "pynccl.host": """
-        failure interfaces store connect link memory alarm futex segment reduction rendezvous connection channel watchdog
-        transport branch shared sharing mailbox comm version argcheck operation shared_collectives algorithms
+        failure interfaces store connect link memory alarm futex segment reduction rendezvous connection channel
+        watchdog transport branch shared sharing mailbox comm version argcheck operation shared_collectives algorithms
         stream group exports init rma
         collectives register params query finalize atexit __init__
     """,

@@ -356,3 +356,44 @@ def waits(place: Place, path: str) -> None:
 @each_size
 def test_every_way_to_wait(processes: RankPool, n: int, tmp_path: Path) -> None:
     processes.run(n, waits, str(tmp_path / "store"))
+
+
+def dropped_in_a_group(place: Place, path: str) -> None:
+    """The buffers of an asynchronous call are kept until it has run, also if pynccl.group() launches it."""
+    import pynccl
+
+    with process_group("pynccl", place, path):
+        dist.barrier()
+        for _ in range(5):
+            x = torch.ones(1 << 16)
+            with pynccl.group():
+                work: Any = dist.all_reduce(x, async_op=True)
+                time.sleep(0.02)
+            del x, work
+            if place.rank:
+                time.sleep(0.1)
+            others = [torch.zeros(1 << 16) for _ in range(4)]
+            dist.barrier()
+            assert not any(other.any() for other in others)
+
+
+def test_an_asynchronous_call_in_a_group_keeps_its_buffers(processes: RankPool, tmp_path: Path) -> None:
+    processes.run(2, dropped_in_a_group, str(tmp_path / "store"))
+
+
+def into_inference_tensors(place: Place, path: str) -> None:
+    """A copy into a strided tensor is made by any thread."""
+    with process_group("pynccl", place, path):
+        for waits_inside in (False, True):
+            for _ in range(20):
+                with torch.inference_mode():
+                    x = torch.full((3, 4), float(place.rank)).t()
+                    work: Any = dist.broadcast(x, 1, async_op=True)
+                    if waits_inside:
+                        work.wait()
+                work.wait()
+                assert x.eq(1).all()
+
+
+def test_strided_inference_tensors(processes: RankPool, tmp_path: Path) -> None:
+    processes.run(2, into_inference_tensors, str(tmp_path / "store"))
