@@ -111,18 +111,17 @@ class _Queue:
     thread."""
 
     def __init__(self, patient: bool) -> None:
-        self._jobs: deque[Job] = deque()
+        self.jobs: deque[Job] = deque()
         self._turn: Any = threading.RLock()  # held by the thread that runs jobs: the stream's, or another
         self._tokens: queue.SimpleQueue[bool] = queue.SimpleQueue()  # for the stream's thread: True to run jobs, or end
         self.away = False  # the stream's thread calls a function that a job returned
         self._alarm = Alarm(_PATIENCE_SECONDS, self.wake) if patient else None
         self._helped = False  # another thread ran the last jobs
-        self.done = 0
         self.error: BaseException | None = None  # the first error that has not been raised yet
         self._lock = threading.Lock()
 
     def put(self, job: Job) -> None:
-        self._jobs.append(job)
+        self.jobs.append(job)
         if self._helped and self._alarm is not None:
             self._alarm.set()
         else:
@@ -137,7 +136,7 @@ class _Queue:
 
     def hurry(self) -> None:
         """Wake a thread if none has been."""
-        if self._helped and self._jobs:
+        if self._helped and self.jobs:
             self.wake()
 
     def end(self) -> None:
@@ -146,19 +145,19 @@ class _Queue:
     def work(self) -> None:
         """In the stream's thread, in which no signal handler runs: run the jobs."""
         while self._tokens.get():
-            while self._jobs and self._turn.acquire(blocking=False):
+            while self.jobs and self._turn.acquire(blocking=False):
                 after = self._serve(_never, False)
                 self._turn.release()
                 if after is not None:
                     self.away = True
-                    if self._jobs:
+                    if self.jobs:
                         self.wake()
                     with contextlib.suppress(Exception):
                         after()
                     self.away = False
                 after = None  # it keeps the stream
         with self._turn:  # somebody may run the last ones
-            while self._jobs:
+            while self.jobs:
                 if (after := self._serve(_never, False)) is not None:
                     WorkerCall(after, "future")
 
@@ -168,14 +167,14 @@ class _Queue:
         served = False
         try:
             self._leave()
-            while self._jobs and not over() and self._turn.acquire(blocking=False):
+            while self.jobs and not over() and self._turn.acquire(blocking=False):
                 served = True
                 after = self._serve(over, True)
                 self._turn.release()
                 if after is not None:
                     WorkerCall(after, "future")
         finally:
-            if (self._leave() or served) and self._jobs:
+            if (self._leave() or served) and self.jobs:
                 self.wake()
 
     def _leave(self) -> bool:
@@ -190,8 +189,8 @@ class _Queue:
         self._helped, after = helps, None
         if self._alarm is not None:
             self._alarm.clear()
-        while self._jobs and after is None and not over():
-            after = self._run(self._jobs[0], helps)
+        while self.jobs and after is None and not over():
+            after = self._run(self.jobs[0], helps)
         return after
 
     def _run(self, job: Job, helps: bool) -> Job | None:
@@ -203,14 +202,13 @@ class _Queue:
                 self._failed(as_error(error))
                 return None
             if type(job) is _Then:  # of a signal handler: the job is still to do
-                self._jobs.appendleft(job)
+                self.jobs.appendleft(job)
             else:
                 text = f"this rank {reason_of(error)} during the operation"
                 self._failed(as_error(HostFailure(Result.SYSTEM_ERROR, text)))
             raise
         finally:
-            self._jobs.popleft()  # only now: if a signal handler raises just before, the job runs twice and fails
-            self.done += 1
+            self.jobs.popleft()  # only now: if a signal handler raises just before, the job runs twice and fails
 
     def _failed(self, error: BaseException) -> None:
         with self._lock:
@@ -377,7 +375,6 @@ class HostStream(_Stream):
         self.priority = priority
         self.handle = next(_handles)
         self._queue = _Queue(patient)
-        self._queued = 0
         self._lock = threading.Lock()
         self._closed = False
         self._worker = threading.Thread(target=self._queue.work, name=f"pynccl-stream-{self.handle:#x}", daemon=True)
@@ -392,7 +389,6 @@ class HostStream(_Stream):
         with self._lock:
             if self._closed:
                 raise NcclInvalidUsage(f"{self!r} is closed; create a new one with pynccl.create_stream()")
-            self._queued += 1
             self._queue.put(fn)
 
     def then(self, fn: Callable[[BaseException | None], Job | None]) -> None:
@@ -403,7 +399,6 @@ class HostStream(_Stream):
     def hold(self, keep: object) -> None:
         """Keep an object alive until all work queued so far has run."""
         with self._lock:
-            self._queued += 1
             self._queue.put(lambda: keep)  # even if closed: queued work still runs in order
 
     def run_here(self, over: Callable[[], bool]) -> None:
@@ -417,7 +412,7 @@ class HostStream(_Stream):
         self._queue.hurry()
 
     def query(self) -> bool:
-        return self._queue.done == self._queued
+        return not self._queue.jobs
 
     def close(self) -> None:
         """Run the queued work, then end the worker. The stream takes no further work."""
