@@ -70,16 +70,19 @@ class Flag:
 
 
 class WorkerCall(Generic[T]):
-    """A call in progress in a worker thread."""
+    """A call in progress in a worker thread.   here: make it in this thread, as if that were a worker"""
 
     _value: T
     _error: BaseException | None = None
 
-    def __init__(self, call: Callable[[], T], name: str) -> None:
+    def __init__(self, call: Callable[[], T], name: str, here: bool = False) -> None:
         self._call, self._name, self.done = call, name, Flag()
         _running.add(self)
-        prepare_exit()
-        _calls.put(self)
+        if here:
+            self.run()
+        else:
+            prepare_exit()
+            _calls.put(self)
 
     def run(self) -> None:
         thread = threading.current_thread()

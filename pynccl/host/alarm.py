@@ -52,7 +52,7 @@ def _set_timer(deadline: float, seconds: float) -> None:
             raise OSError(ctypes.get_errno(), "timerfd_create")
         try:
             threading.Thread(target=_attend, args=(timer,), name="pynccl alarms", daemon=True).start()
-        except BaseException:
+        except RuntimeError:
             os.close(timer)
             raise
         _timer = timer

@@ -310,7 +310,7 @@ GROW = Kind("ncclCommGrow", all_gather, _no_traffic)
 
 def gather_rows(comm: Comm, ticket: int, kind: Kind, row: Tensor) -> Tensor:
     """Gather one row per rank, in int64 or uint8, as the operation of `ticket`."""
-    table = torch.empty(comm.size, row.numel(), dtype=row.dtype)
+    table = torch.empty(comm.size, row.numel(), dtype=row.dtype, device="cpu")
     dtype = STORAGE.index(row.dtype)
     comm.run(ticket, [Operation(kind, comm, row.data_ptr(), table.data_ptr(), row.numel(), dtype)])
     return table

@@ -416,7 +416,8 @@ def ncclCommGrow(comm: int | None, nranks: int, unique_id: Any, rank: int, newco
 def _grow(parent: Comm, grown: Comm, unique_id: bytes | None, ticket: int) -> None:
     """Gather the id from the existing rank that passed it, then join the new ranks."""
     # The first byte says whether an id follows.
-    mine = torch.tensor(list(b"\1" + unique_id if unique_id else bytes(UNIQUE_ID_BYTES + 1)), dtype=torch.uint8)
+    said = list(b"\1" + unique_id if unique_id else bytes(UNIQUE_ID_BYTES + 1))
+    mine = torch.tensor(said, dtype=torch.uint8, device="cpu")
     table = gather_rows(parent, ticket, GROW, mine)
     found = {bytes(line[1:]) for line in table.tolist() if line[0]}
     if len(found) != 1:

@@ -99,7 +99,7 @@ class _Inbox(RecvChannel):
         self._recv = self._first()
         if self._recv is not None and self._recv.nbytes == nbytes:
             return self._recv.address, nbytes
-        self._recv, self._data = None, torch.empty(nbytes, dtype=torch.uint8)
+        self._recv, self._data = None, torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         return self._data.data_ptr(), nbytes
 
     def end(self) -> None:
@@ -355,7 +355,7 @@ class Mailbox:
 
     def _leave_alone(self) -> None:
         """See to it that the messages are moved if nobody waits for one. Called with the lock held."""
-        if self._pending and not self._waiting and not self._attended and not self._closed:
+        if self._pending and not (self._waiting or self._attended or self._closed or exiting.is_set()):
             self._alarm.set()
 
     # End

@@ -42,7 +42,7 @@ def tensor_at(address: int, count: int, dtype: torch.dtype) -> Tensor:
         with normal_tensors():
             return tensor_at(address, count, dtype)
     if count == 0:
-        return torch.empty(0, dtype=dtype)
+        return torch.empty(0, dtype=dtype, device="cpu")
     if count > _MANY_ELEMENTS:
         _check_size(count * dtype.itemsize)
     return torch.frombuffer(_memory, dtype=dtype, count=count, offset=address - 1)
@@ -78,13 +78,13 @@ class Scratch:
     """
 
     def __init__(self) -> None:
-        self._kept = torch.empty(0, dtype=torch.uint8)
+        self._kept = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def take(self, nbytes: int) -> Tensor:
         """Return `nbytes` bytes, which may be the same memory as before."""
         if self._kept.numel() < nbytes:
             with normal_tensors():
-                fresh = torch.empty(nbytes, dtype=torch.uint8)
+                fresh = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
             if nbytes > _KEEP_BYTES:
                 return fresh
             self._kept = fresh
@@ -95,4 +95,4 @@ class Scratch:
         return self._kept.nbytes
 
     def release(self) -> None:
-        self._kept = torch.empty(0, dtype=torch.uint8)
+        self._kept = torch.empty(0, dtype=torch.uint8, device="cpu")

@@ -97,7 +97,7 @@ def _exchange_windows(comm: Comm, ticket: int, number: int, address: int, size: 
     """Exchange the arguments of all ranks, and raise the same error on all of them."""
     name = WINDOW.name
     valid_size = size if address and size and address % WINDOW_ALIGNMENT == 0 else _INVALID_BUFFER
-    mine = torch.tensor([number, valid_size, flags], dtype=torch.int64)
+    mine = torch.tensor([number, valid_size, flags], dtype=torch.int64, device="cpu")
     numbers, sizes, all_flags = gather_rows(comm, ticket, WINDOW, mine).T.tolist()
     for rank, (nbytes, rank_flags) in enumerate(zip(sizes, all_flags, strict=True)):
         if nbytes == _INVALID_BUFFER:

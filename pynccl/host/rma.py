@@ -141,7 +141,7 @@ class Rma(Background):
                     head = PutHeader(*_HEAD.unpack(packed))
                     with self._mutex:
                         self._check_window(peer, head)  # before allocating memory
-                    data = torch.empty(head.nbytes, dtype=torch.uint8)
+                    data = torch.empty(head.nbytes, dtype=torch.uint8, device="cpu")
                     transport.rma_recv(peer, bytes_of(data))
                     self._deliver(peer, head, data)
             except TransportFailure as failure:

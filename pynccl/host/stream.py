@@ -94,16 +94,19 @@ def awaited_since(handles: set[int]) -> float:
 
 class _Then:
     """A job that is called with the first error of those before it that was not raised yet, or None. It may return a
-    function, to be called once later jobs can run. It may be called again if a signal handler ended it."""
+    function, to be called once later jobs can run. If a signal handler ends it, it is called again."""
 
-    _taken: tuple[BaseException | None] | None = None
+    _found: tuple[BaseException | None] | None = None
 
     def __init__(self, queue: _Queue, fn: Callable[[BaseException | None], Job | None]) -> None:
         self._queue, self._fn = queue, fn
 
     def __call__(self) -> Job | None:
-        self._taken = self._taken or (self._queue.take_error(),)
-        return self._fn(self._taken[0])
+        self._found = self._found or (self._queue.error,)
+        [error] = self._found
+        explained = None if error is None else explain(error)  # may take a second
+        self._queue.forget(error)
+        return self._fn(explained)
 
 
 class _Queue:
@@ -116,7 +119,8 @@ class _Queue:
         self._tokens: queue.SimpleQueue[bool] = queue.SimpleQueue()  # for the stream's thread: True to run jobs, or end
         self.away = False  # the stream's thread calls a function that a job returned
         self._alarm = Alarm(_PATIENCE_SECONDS, self.wake) if patient else None
-        self._helped = False  # another thread ran the last jobs
+        self._helped = False  # another thread than the stream's has, or had, the last turn
+        self._inside: set[int] = set()  # threads in `run`
         self.error: BaseException | None = None  # the first error that has not been raised yet
         self._lock = threading.Lock()
 
@@ -136,6 +140,8 @@ class _Queue:
 
     def hurry(self) -> None:
         """Wake a thread if none has been."""
+        if threading.get_ident() not in self._inside:
+            self._leave()
         if self._helped and self.jobs:
             self.wake()
 
@@ -152,8 +158,7 @@ class _Queue:
                     self.away = True
                     if self.jobs:
                         self.wake()
-                    with contextlib.suppress(Exception):
-                        after()
+                    WorkerCall(after, "future", here=True)
                     self.away = False
                 after = None  # it keeps the stream
         with self._turn:  # somebody may run the last ones
@@ -164,9 +169,11 @@ class _Queue:
     def run(self, over: Callable[[], bool]) -> None:
         """In another thread: run jobs until `over()` or none is left, unless a thread does already. Raises what a
         signal handler raises meanwhile."""
-        served = False
+        if (me := threading.get_ident()) in self._inside:
+            raise NcclInvalidUsage("called by a signal handler while this thread makes a call of the same group")
         try:
-            self._leave()
+            self._inside.add(me)
+            served = self._leave()
             while self.jobs and not over() and self._turn.acquire(blocking=False):
                 served = True
                 after = self._serve(over, True)
@@ -174,6 +181,7 @@ class _Queue:
                 if after is not None:
                     WorkerCall(after, "future")
         finally:
+            self._inside.discard(me)
             if (self._leave() or served) and self.jobs:
                 self.wake()
 
@@ -198,21 +206,28 @@ class _Queue:
             found: Any = None if exiting.is_set() else job()
             return found if type(job) is _Then else None
         except BaseException as error:  # a failing job must not end the thread
-            if not helps or isinstance(error, (HostFailure, NcclError)):
+            signalled = helps and threading.current_thread() is threading.main_thread()
+            if not signalled or isinstance(error, (HostFailure, NcclError)):
                 self._failed(as_error(error))
                 return None
-            if type(job) is _Then:  # of a signal handler: the job is still to do
+            if type(job) is _Then:  # the error is a signal handler's: the job is still to do
                 self.jobs.appendleft(job)
             else:
                 text = f"this rank {reason_of(error)} during the operation"
                 self._failed(as_error(HostFailure(Result.SYSTEM_ERROR, text)))
             raise
         finally:
-            self.jobs.popleft()  # only now: if a signal handler raises just before, the job runs twice and fails
+            self.jobs.popleft()  # only now: if a signal handler raises just before, the job runs again; it is not lost
 
     def _failed(self, error: BaseException) -> None:
         with self._lock:
             self.error = self.error or error
+
+    def forget(self, error: BaseException | None) -> None:
+        """Somebody else raises this error."""
+        with self._lock:
+            if self.error is error:
+                self.error = None
 
     def take_error(self) -> BaseException | None:
         """Return and clear the error that has not been raised yet."""
@@ -366,10 +381,10 @@ class CallerStream(_Stream):
 
 
 class HostStream(_Stream):
-    """An in-order queue of work, run by a daemon thread. `priority` has no effect.
+    """An in-order queue of work, run by a daemon thread, or by threads in `run_here`. `priority` has no effect.
 
-    patient  while callers of `run_here` run the work, the thread begins 2 ms late, so as not to be woken in vain, or
-             with `hurry`"""
+    patient  while callers of `run_here` run the work, the daemon thread begins 2 ms late, so as not to be woken in
+             vain, or with `hurry`"""
 
     def __init__(self, priority: int = 0, patient: bool = False) -> None:
         self.priority = priority
@@ -385,7 +400,7 @@ class HostStream(_Stream):
         return f"HostStream(handle={self.handle:#x})"
 
     def submit(self, fn: Job) -> None:
-        """Run `fn()` on the worker after all work queued so far. Its return value is ignored."""
+        """Run `fn()` after all work queued so far. Its return value is ignored."""
         with self._lock:
             if self._closed:
                 raise NcclInvalidUsage(f"{self!r} is closed; create a new one with pynccl.create_stream()")

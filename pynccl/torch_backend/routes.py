@@ -171,7 +171,7 @@ class Route:
         error = outcome if isinstance(outcome, Exception) else None
         if error is None and copies:
             try:
-                copy_back(copies, x)
+                copy_back(copies)
             except Exception as failed:  # of this message alone
                 error = failed
         if self._track is not None and entry > self._track.head - layout.CALLS:  # else it is not in the ring any more

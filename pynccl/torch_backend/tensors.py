@@ -62,9 +62,9 @@ def recv_buffer_of(tensors: Sequence[torch.Tensor], copies: list[Copy], reduces:
     return _elements(buffer, reduces)
 
 
-def copy_back(copies: Sequence[Copy], x: torch.Tensor) -> None:
-    """Make the copies into tensors like x, in any thread: it need not be in inference mode."""
-    with torch.inference_mode(x.is_inference()):
+def copy_back(copies: Sequence[Copy]) -> None:
+    """Make the copies, in any thread: it need not be in inference mode, as tensors that are may want."""
+    with torch.inference_mode():
         for copy in copies:
             copy()
 

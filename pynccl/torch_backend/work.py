@@ -38,7 +38,7 @@ class Work(c10d.WorkBase):
 
     source = -1  # source rank of a recv
     event: Any = None
-    _done: Any = None  # an event, or a flag like one; None: it has run, or is enqueued on a stream
+    _done: Any = None  # a Flag; None: it has run, or is enqueued on a stream
     _stream = 0  # the stream that runs it (CPU), or on which it was issued (CUDA)
     _kept: list[Any] | None = None  # on CUDA: its buffers, until wait()
     _future_wait = 0  # of those who have its future: the number from begin_wait
@@ -96,17 +96,20 @@ class Work(c10d.WorkBase):
             host_module().end_wait(number)
 
     def _block(self, limit: float | None) -> bool:
-        if self.lane is not None:
-            if limit is None:
-                self.lane.side.run_here(self._done.is_set)
-            else:
-                self.lane.side.hurry()
+        if limit is None and self.lane is not None and self.lane.is_host:
+            self.lane.side.run_here(self._done.is_set)
+        else:
+            self._hurry()
         return bool(self._done.wait(limit))
+
+    def _hurry(self) -> None:
+        """On the CPU: have another thread make the call now."""
+        if self.lane is not None and self.lane.is_host:
+            self.lane.side.hurry()
 
     def is_completed(self) -> bool:
         if self._done is not None and not self._done.is_set():
-            if self.lane is not None:
-                self.lane.side.hurry()
+            self._hurry()
             return False
         return self.event is None or bool(self.event.query())
 
@@ -140,8 +143,8 @@ class Work(c10d.WorkBase):
                         host_module().end_wait(self._future_wait)
         if self._done is None or self._done.is_set():
             self._settle()
-        elif self.lane is not None:  # who waits for the future does so in C++
-            self.lane.side.hurry()
+        else:  # who waits for the future does so in C++
+            self._hurry()
         return self._future
 
     def _lock(self) -> Any:
@@ -224,7 +227,7 @@ class Lane:
         limit  default timeout of wait() in seconds, 0: none"""
         if here and not limit:
             if self.is_host and self._made is not None:
-                self.side.hurry()  # it waits for earlier calls
+                self.side.run_here(self.side.query)  # the earlier calls
             self._issue(calls, None)
             for copy in copies:
                 copy()
@@ -243,10 +246,8 @@ class Lane:
         with self.comm._lock:
             self._issue(calls, handle)
             entry = 0 if track is None else track.head
-        if copies:
-            side.submit(partial(copy_back, copies, work._result[0]))
         work.begin(side.handle)
-        side.then(partial(self._complete, work, entry))
+        side.then(partial(self._complete, work, copies, entry))
 
     def _run_on_cuda(self, work: Work, calls: Sequence[Call], copies: Sequence[Copy]) -> None:
         """Make four calls of CUDA. The side stream waits for the point at which the event is recorded first."""
@@ -283,8 +284,15 @@ class Lane:
             for call in calls:
                 call(self.comm, stream=stream)
 
-    def _complete(self, work: Work, entry: int, error: BaseException | None) -> Callable[[], None] | None:
+    def _complete(
+        self, work: Work, copies: Sequence[Copy], entry: int, error: BaseException | None
+    ) -> Callable[[], None] | None:
         """On the CPU's side stream: record that the call is done, so that hang reports do not show it as pending."""
+        if error is None and copies:
+            try:
+                copy_back(copies)
+            except Exception as failed:  # of this call alone
+                error = failed
         if error is None and entry and self.comm._track is not None:
             self.comm._track.completed(entry)
         return work.end(error)

@@ -16,7 +16,7 @@ import pytest
 from processes import wait_for
 
 from pynccl.bindings.errors import NcclError
-from pynccl.host import HostStream, alarm
+from pynccl.host import HostStream, alarm, stream as host_stream
 from pynccl.host.alarm import Alarm
 
 SECONDS = 30.0
@@ -216,6 +216,64 @@ def test_a_signal_handler_raises_in_the_thread_that_waits(
     assert error is None if where == "then" else expected in str(error)
 
 
+def test_an_error_whose_explanation_a_signal_handler_ends_is_told(
+    stream: HostStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[object] = []
+    interrupts = [partial(signal.raise_signal, signal.SIGINT)]
+
+    def explain(error: BaseException) -> BaseException:
+        if interrupts:
+            interrupts.pop()()
+        return error
+
+    monkeypatch.setattr(host_stream, "explain", explain)
+    stream.submit(partial(fail, NcclError("lost")))
+    stream.then(told.append)  # type: ignore[func-returns-value]
+    with pytest.raises(KeyboardInterrupt):
+        stream.run_here(lambda: bool(told))
+    stream.run_here(lambda: bool(told))
+    stream.close()
+    assert [str(error) for error in told] == ["lost"]
+
+
+def fail(error: Exception) -> None:
+    raise error
+
+
+def test_the_error_of_another_job_is_not_raised_in_the_thread_that_waits(stream: HostStream) -> None:
+    told: list[object] = []
+    helper = threading.Thread(target=stream.run_here, args=(lambda: len(told) == 1,))
+    stream.submit(partial(fail, ValueError("of the job")))
+    stream.then(told.append)  # type: ignore[func-returns-value]
+    helper.start()
+    helper.join(SECONDS)
+    wait_for(lambda: len(told) == 1)
+    stream.close()
+    assert isinstance(told[0], ValueError)
+
+
+def test_a_signal_handler_cannot_wait_for_what_it_interrupts(stream: HostStream) -> None:
+    raised: list[BaseException] = []
+
+    def handler(*_: object) -> None:
+        try:
+            stream.run_here(lambda: False)
+        except NcclError as error:
+            raised.append(error)
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        seen: list[int] = []
+        stream.submit(partial(signal.raise_signal, signal.SIGUSR1))
+        stream.submit(partial(seen.append, 1))
+        stream.run_here(lambda: bool(seen))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    stream.close()
+    assert seen == [1] and "called by a signal handler" in str(raised[0])
+
+
 def test_a_thread_that_was_kept_from_ending_its_turn_ends_it_the_next_time(stream: HostStream) -> None:
     stream._queue._turn.acquire()  # then a signal handler has raised
     seen: list[int] = []
@@ -269,7 +327,7 @@ def test_alarms_ring_once_in_their_order_unless_cleared() -> None:
 
 FORK = """
 import os, threading, time
-from pynccl.host import HostStream, alarm
+from pynccl.host import HostStream, alarm, stream as host_stream
 stream, done = HostStream(patient=True), threading.Event()
 stream.submit(done.set)
 stream.run_here(done.is_set)
@@ -285,13 +343,16 @@ stream.close()
 """
 
 EXIT = """
-import threading, time
-from pynccl.host import HostStream, alarm
-stream, done = HostStream(patient=True), threading.Event()
+import threading, time, torch
+from pynccl.host import HostStream
+stream, done, future = HostStream(patient=True), threading.Event(), torch.futures.Future()
 stream.submit(done.set)
 stream.run_here(done.is_set)
+future.then(lambda _: time.sleep(0.3))
+stream.then(lambda error: lambda: future.set_result(1))
+stream.hurry()
+time.sleep(0.1)
 stream.submit(lambda: None)
-stream.then(lambda error: lambda: time.sleep(0.1))
 """
 
 

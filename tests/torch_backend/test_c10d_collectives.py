@@ -393,6 +393,12 @@ def into_inference_tensors(place: Place, path: str) -> None:
                         work.wait()
                 work.wait()
                 assert x.eq(1).all()
+        # What cannot be copied back is an error of its call alone, whoever makes it.
+        same, other = torch.zeros(1).expand(4), torch.ones(4)
+        works: Any = [dist.broadcast(x, 0, async_op=True) for x in (same, other)]
+        works[1].wait()
+        with pytest.raises(RuntimeError, match="more than one element"):
+            works[0].wait()
 
 
 def test_strided_inference_tensors(processes: RankPool, tmp_path: Path) -> None:
