@@ -115,7 +115,7 @@ class Comm(Shared):
         if self._track is not None:
             self._track.made(self, self.device, self._site)
             if library.is_host:
-                host_module().stream.explain = _explain_stream_error
+                host_module().jobs.explain = _explain_stream_error
 
     @property
     def timeout(self) -> float | None:

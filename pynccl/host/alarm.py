@@ -24,7 +24,7 @@ _timer = -1
 class Alarm:
     """Calls `ring()`, which returns at once, in some thread `seconds` after `set()`, unless `clear()` comes first."""
 
-    def __init__(self, seconds: float, ring: Callable[[], object]) -> None:
+    def __init__(self, ring: Callable[[], object], seconds: float = 2e-3) -> None:
         self.ring, self._seconds = ring, seconds
 
     def set(self) -> None:

@@ -36,7 +36,6 @@ from .transport import Transport
 
 _HEAD = Struct("<qQ")  # tag, nbytes
 _TICK_SECONDS = 0.2
-_UNAWAITED_SECONDS = 2e-3
 _CLOSED_AT = 8  # in the words of a channel: its sender has closed it; 4 bytes further: its receiver has
 _mailboxes: weakref.WeakSet[Mailbox] = weakref.WeakSet()
 
@@ -177,7 +176,7 @@ class Mailbox:
         self._lock = threading.Lock()
         self._pending = self._waiting = 0  # number of messages, of threads
         self._attended, self._closed, self._spins = False, False, True
-        self._alarm = Alarm(_UNAWAITED_SECONDS, lambda: WorkerCall(self._attend, "messages"))
+        self._alarm = Alarm(lambda: WorkerCall(self._attend, "messages"))
         self.broken: BaseException | None = None  # an exception of a signal handler while messages were moved
         _mailboxes.add(self)
         with trunk.control_lock:

@@ -168,12 +168,7 @@ class Route:
                 f"{self.text} (tag {tag}) has {outcome} bytes, but the tensor of shape {tuple(x.shape)}, {x.dtype} has "
                 f"{expected}; send and recv equal sizes and data types"
             )
-        error = outcome if isinstance(outcome, Exception) else None
-        if error is None and copies:
-            try:
-                copy_back(copies)
-            except Exception as failed:  # of this message alone
-                error = failed
+        error = outcome if isinstance(outcome, Exception) else copy_back(copies)
         if self._track is not None and entry > self._track.head - layout.CALLS:  # else it is not in the ring any more
             self._track.leave(entry) if error is None else self._track.failed(entry, error)
         work.complete(error)

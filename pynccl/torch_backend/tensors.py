@@ -62,11 +62,16 @@ def recv_buffer_of(tensors: Sequence[torch.Tensor], copies: list[Copy], reduces:
     return _elements(buffer, reduces)
 
 
-def copy_back(copies: Sequence[Copy]) -> None:
-    """Make the copies, in any thread: it need not be in inference mode, as tensors that are may want."""
-    with torch.inference_mode():
-        for copy in copies:
-            copy()
+def copy_back(copies: Sequence[Copy]) -> Exception | None:
+    """Make the copies, in any thread, even into inference tensors. Return the error if one fails."""
+    try:
+        if copies:
+            with torch.inference_mode():
+                for copy in copies:
+                    copy()
+    except Exception as error:
+        return error
+    return None
 
 
 def _elements(x: torch.Tensor, reduces: bool) -> torch.Tensor:

@@ -89,11 +89,8 @@ class Work(c10d.WorkBase):
         assert self._done is not None
         if self._done.is_set():
             return True
-        number = host_module().begin_wait(self._stream)
-        try:
+        with host_module().waiting_for(self._stream):
             return self._block(limit)
-        finally:
-            host_module().end_wait(number)
 
     def _block(self, limit: float | None) -> bool:
         if limit is None and self.lane is not None and self.lane.is_host:
@@ -288,11 +285,7 @@ class Lane:
         self, work: Work, copies: Sequence[Copy], entry: int, error: BaseException | None
     ) -> Callable[[], None] | None:
         """On the CPU's side stream: record that the call is done, so that hang reports do not show it as pending."""
-        if error is None and copies:
-            try:
-                copy_back(copies)
-            except Exception as failed:  # of this call alone
-                error = failed
+        error = error or copy_back(copies)
         if error is None and entry and self.comm._track is not None:
             self.comm._track.completed(entry)
         return work.end(error)

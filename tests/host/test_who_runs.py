@@ -16,7 +16,7 @@ import pytest
 from processes import wait_for
 
 from pynccl.bindings.errors import NcclError
-from pynccl.host import HostStream, alarm, stream as host_stream
+from pynccl.host import HostStream, alarm, jobs
 from pynccl.host.alarm import Alarm
 
 SECONDS = 30.0
@@ -227,7 +227,7 @@ def test_an_error_whose_explanation_a_signal_handler_ends_is_told(
             interrupts.pop()()
         return error
 
-    monkeypatch.setattr(host_stream, "explain", explain)
+    monkeypatch.setattr(jobs, "explain", explain)
     stream.submit(partial(fail, NcclError("lost")))
     stream.then(told.append)  # type: ignore[func-returns-value]
     with pytest.raises(KeyboardInterrupt):
@@ -299,7 +299,7 @@ def test_a_thread_keeps_nothing_of_the_last_work() -> None:
 @pytest.mark.parametrize("lacking", ("descriptors", "threads"))
 def test_without_a_timer_an_alarm_rings_at_once(lacking: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rung: list[int] = []
-    one = Alarm(1e-3, partial(rung.append, 1))
+    one = Alarm(partial(rung.append, 1))
     with monkeypatch.context() as patch:
         patch.setattr(alarm, "_timer", -1)
         patch.setattr(alarm, "_next", math.inf)
@@ -315,7 +315,7 @@ def test_without_a_timer_an_alarm_rings_at_once(lacking: str, monkeypatch: pytes
 
 def test_alarms_ring_once_in_their_order_unless_cleared() -> None:
     rung: list[int] = []
-    alarms = [Alarm(0.01 * (5 - i), partial(rung.append, i)) for i in range(5)]
+    alarms = [Alarm(partial(rung.append, i), 0.01 * (5 - i)) for i in range(5)]
     for _ in range(2):  # the second time does nothing
         for each in alarms:
             each.set()
@@ -327,7 +327,7 @@ def test_alarms_ring_once_in_their_order_unless_cleared() -> None:
 
 FORK = """
 import os, threading, time
-from pynccl.host import HostStream, alarm, stream as host_stream
+from pynccl.host import HostStream
 stream, done = HostStream(patient=True), threading.Event()
 stream.submit(done.set)
 stream.run_here(done.is_set)

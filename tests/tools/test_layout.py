@@ -45,7 +45,7 @@ ORDER: dict[str, str] = {
     "pynccl.host": """
         failure interfaces store connect link memory alarm futex segment reduction rendezvous connection channel
         watchdog transport branch shared sharing mailbox comm version argcheck operation shared_collectives algorithms
-        stream group exports init rma
+        jobs stream group exports init rma
         collectives register params query finalize atexit __init__
     """,
     "pynccl_autograd": """
