@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from process_groups import numbers, process_group
 from ranks import Place, RankPool, each_size
 
+SECONDS = 30.0
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.int64)
 REDUCED = (*FLOATS, *INTEGERS, torch.bool)
@@ -403,3 +405,31 @@ def into_inference_tensors(place: Place, path: str) -> None:
 
 def test_strided_inference_tensors(processes: RankPool, tmp_path: Path) -> None:
     processes.run(2, into_inference_tensors, str(tmp_path / "store"))
+
+
+def waits_without_alarm(place: Place, path: str) -> None:
+    """Whoever waits has the call made, whatever the stream's thread would do 2 ms later."""
+    with process_group("pynccl", place, path), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pynccl.host.alarm.Alarm.set", lambda self: None)
+        x = torch.ones(1)
+
+        def begin() -> Any:
+            for _ in range(3):
+                dist.all_reduce(x, async_op=True).wait()  # so that the thread is left alone
+            time.sleep(0.01)
+            return dist.all_reduce(x, async_op=True)
+
+        begin().wait()
+        assert begin().wait(timedelta(seconds=SECONDS))
+        begin().get_future().wait()
+        work = begin()
+        end = time.monotonic() + SECONDS
+        while not (work.is_completed() or work._done.is_set()):
+            assert time.monotonic() < end
+            time.sleep(1e-4)
+        begin()
+        dist.all_reduce(x)
+
+
+def test_who_waits_does_not_wait_for_the_alarm(processes: RankPool, tmp_path: Path) -> None:
+    processes.run(2, waits_without_alarm, str(tmp_path / "store"), timeout=3 * SECONDS)
