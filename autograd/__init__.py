@@ -16,7 +16,7 @@ overlapped matmul  all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce, 
 layers             ColumnParallelLinear, RowParallelLinear, KeyValueLinear, VocabParallelEmbedding, VocabParallelHead,
                    Dropout; vocab_parallel_cross_entropy
 models             parallelize, describe, DataParallelGradients, finish_gradients, finish_gradients_in_backward,
-                   FinishedInBackward, clip_grad_norm_; Shard, set_shard, keep_shards, Mesh
+                   FinishedInBackward, clip_grad_norm_, GradScaler; Shard, set_shard, keep_shards, Mesh
 checkpoints        full_state_dict, load_full_state_dict, save_full_state_dict, full_optimizer_state_dict,
                    load_full_optimizer_state_dict, dcp_state_dict, dcp_optimizer_state_dict; IncompatibleKeys
 partitions         Partition, CartesianPartition, AllSumReduce, SumReduce, Repartition, zero_volume_tensor
@@ -43,6 +43,7 @@ from .layers import (
     DataParallelGradients,
     Dropout,
     FinishedInBackward,
+    GradScaler,
     IncompatibleKeys,
     KeyValueLinear,
     RowParallelLinear,
@@ -111,6 +112,7 @@ __all__ = [
     "FinishedInBackward",
     "Extremum",
     "Gather",
+    "GradScaler",
     "HaloExchange",
     "HaloReduce",
     "IncompatibleKeys",

@@ -151,6 +151,31 @@ def _lower_as_collective(operator: Any) -> None:
     register_lowering(operator, type_promotion_kind=None)(lowering)
 
 
+# Of DTensor, which takes a second to import: the shape of this rank's shard, and where it begins.
+SHAPE_AND_OFFSET = "torch.distributed.tensor._utils.compute_local_shape_and_global_offset"
+
+
+def shape_and_offset(x: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shape of this rank's shard of a DTensor, and where it begins in the full one."""
+    shape, offset = _find(SHAPE_AND_OFFSET)(x.shape, x.device_mesh, x.placements)
+    return tuple(shape), tuple(offset)
+
+
+# Of torch.distributed.checkpoint.state_dict: with full_state_dict=True, a collective, they expect whole tensors.
+STATE_DICTS = (
+    "torch.distributed.checkpoint.state_dict._get_model_state_dict",
+    "torch.distributed.checkpoint.state_dict._get_optim_state_dict",
+)
+
+
+def whole_state_is_asked() -> bool:
+    """Return whether one of these calls state_dict() now, and is to return whole tensors."""
+    for frame in walk_outwards(sys._getframe(1)):
+        if f"{frame.f_globals.get('__name__')}.{frame.f_code.co_name}" in STATE_DICTS:
+            return bool(frame.f_locals["info"].full_state_dict)
+    return False
+
+
 # Forward mode.
 
 # A context manager that turns forward mode on in the jvp of a Function, where torch has turned it off.
@@ -281,6 +306,9 @@ def accumulates(leaf: Tensor) -> bool:
     except RuntimeError:
         return False
 
+
+# What GradScaler overrides: it unscales the gradients, and returns whether an inf was found, by device.
+_find("torch.amp.GradScaler._unscale_grads_")
 
 # Whether a torch.profiler is active in this thread.
 profiler_enabled: Callable[[], bool] = _find("torch.autograd._profiler_enabled")

@@ -11,7 +11,9 @@ from .data_parallel import DataParallelGradients
 from .dropout import Dropout
 from .gradients import FinishedInBackward, clip_grad_norm_, finish_gradients, finish_gradients_in_backward
 from .linear import ColumnParallelLinear, KeyValueLinear, RowParallelLinear
+from .optimizers import check_steps
 from .replace import parallelize
+from .scaler import GradScaler
 from .shards import Shard, describe, keep_shards, set_shard
 from .vocabulary import VocabParallelEmbedding, VocabParallelHead, vocab_parallel_cross_entropy
 
@@ -20,6 +22,7 @@ __all__ = [
     "DataParallelGradients",
     "Dropout",
     "FinishedInBackward",
+    "GradScaler",
     "IncompatibleKeys",
     "KeyValueLinear",
     "RowParallelLinear",
@@ -42,3 +45,5 @@ __all__ = [
     "set_shard",
     "vocab_parallel_cross_entropy",
 ]
+
+check_steps()

@@ -16,11 +16,11 @@ from pynccl.bindings.values import instance, shown
 from ..agreement import difference, raise_on_all_ranks, run_on_all_ranks, try_call
 from .checkpoint import Entry, check_values, comm_of, entries_of, is_first
 from .checkpoint_files import Source, source_of
-from .dtensors import distribute_like, is_dtensor
-from .shards import Box, Shard, shard_of
+from .dtensors import distribute_like
+from .shard_tensor import ShardTensor
+from .shards import Shard, shard_of
 
 _SEPARATOR = "\0"  # between a parameter's name and a key of its optimizer state
-_KEEP_SHARD = ("detach", "clone", "cpu", "to", "contiguous", "pin_memory", "new_empty", "empty_like", "__deepcopy__")
 
 # ------------------------------------------------------------------------------------------------- full states
 
@@ -215,18 +215,14 @@ def dcp_state_dict(model: nn.Module) -> dict[str, Any]:
 
     Names and shapes in the checkpoint are those of the unsharded model, so a plain model can load it too. Shards can be
     uneven in ways that DTensor's Shard does not support. The tensors share memory with the model's. Tied parameters are
-    stored under their first name. ValueError if a parameter is on the meta device.
+    stored under their first name. `model.state_dict()` has the same tensors, under all names. ValueError if a parameter
+    is on the meta device.
     """
     instance(model, nn.Module, "dcp_state_dict: model", "a torch.nn.Module")
     entries, others = entries_of(model)
     check_values("dcp_state_dict", entries)
     state: dict[str, Any] = dict(others)
     for entry in entries:
-        if is_dtensor(entry.tensor):
-            raise NotImplementedError(
-                f"dcp_state_dict: {entry.names[0]} is a DTensor (of torch's fully_shard), which is not supported; use "
-                "full_state_dict or save_full_state_dict"
-            )
         tensor, shard = entry.tensor.detach(), entry.shard
         state[entry.names[0]] = tensor if shard is None or shard.dim is None else ShardTensor.of(tensor, shard)
     return state
@@ -282,7 +278,7 @@ class OptimizerState:
             row = {} if name in without else state["state"].get(name, {})
             self.optimizer.state.pop(parameter, None)
             if row:
-                self.optimizer.state[parameter] = {key: _unwrap(value) for key, value in row.items()}
+                self.optimizer.state[parameter] = {key: getattr(value, "part", value) for key, value in row.items()}
         for group, local in zip(groups, self.optimizer.param_groups, strict=True):
             local.update({key: value for key, value in group.items() if key != "params"})
 
@@ -308,73 +304,3 @@ def _initial_state(optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -
         for one, value in zip(parameters, values, strict=True):
             one.copy_(value)
             optimizer.state.pop(one, None)
-
-
-class ShardTensor(Tensor):
-    """A shard with the methods that torch.distributed.checkpoint's planners call to find its place in the full tensor.
-
-    They are those of DTensor (`torch/distributed/checkpoint/planner_helpers.py`)."""
-
-    local: Tensor
-    shard: Shard
-
-    @classmethod
-    def of(cls, local: Tensor, shard: Shard) -> ShardTensor:
-        made = local.as_subclass(cls)
-        made.local, made.shard = local, shard
-        return made
-
-    def size(self, dim: Any = None) -> Any:
-        """Return the full size, which loading compares with the saved one."""
-        full = torch.Size(self.shard.shape)
-        return full if dim is None else full[dim]
-
-    def _boxes(self) -> list[Box]:
-        return [box for box in self.shard.boxes() if torch.Size(box.size).numel()]
-
-    def __create_chunk_list__(self) -> list[Any]:
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
-        return [ChunkStorageMetadata(torch.Size(box.full), torch.Size(box.size)) for box in self._boxes()]
-
-    def __create_write_items__(self, fqn: str, _: Any) -> list[Any]:
-        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-
-        properties, size = TensorProperties.create_from_tensor(self.local), torch.Size(self.shard.shape)
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=size),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
-
-    def __get_tensor_shard__(self, index: Any) -> Tensor:
-        for box in self._boxes():
-            if tuple(index.offset) == box.full:
-                block = self.local.t() if self.shard.transposed else self.local
-                for dim, (first, size) in enumerate(zip(box.shard, box.size, strict=True)):
-                    block = block.narrow(dim, first, size)
-                return block
-        raise ValueError(f"{index.fqn}: this rank has no shard at offset {list(index.offset)}; it has {self.shard}")
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Apply the function to the shard. Copies keep `shard`, so that none is saved as a full tensor
-        (`dcp.async_save` copies first)."""
-        name = getattr(function, "__name__", "")
-        if name == "copy_" and not isinstance(args[0], ShardTensor):
-            raise TypeError(f"copy_: the source is {args[1].shard}, but the target is a plain tensor; expected a shard")
-        if name == "set_":  # called by a copy that then also sets the attribute `local`
-            return args[0]
-        made = function(*map(_unwrap, args), **{key: _unwrap(value) for key, value in (kwargs or {}).items()})
-        of = next((one for one in args if isinstance(one, ShardTensor)), None)
-        if of is not None and isinstance(made, Tensor) and name in _KEEP_SHARD:
-            return ShardTensor.of(made, of.shard)
-        return made
-
-
-def _unwrap(value: Any) -> Any:
-    return value.local if isinstance(value, ShardTensor) else value

@@ -12,6 +12,7 @@ this bucket and all before it are full. So every rank launches them in the same 
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -31,6 +32,13 @@ from ..wire import NCCL_DTYPES, REAL_OF, Dtype
 from .buckets import Bucket, Named, as_real, assign_buckets, wire_of
 from .dtensors import is_dtensor
 from .in_flight import EndOfPass, InFlight
+
+_averaging: weakref.WeakSet[DataParallelGradients] = weakref.WeakSet()
+
+
+def averages_later(parameter: Tensor) -> bool:
+    """Return whether a DataParallelGradients averages the gradient at the end of this backward pass."""
+    return any(one.averages(parameter) for one in _averaging)
 
 
 class DataParallelGradients(Shared):
@@ -94,6 +102,7 @@ class DataParallelGradients(Shared):
         self._hooks = [model.register_forward_hook(self._hook_outputs)]
         for name, parameter in named:
             self._hooks.append(parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, name)))
+        _averaging.add(self)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -122,6 +131,10 @@ class DataParallelGradients(Shared):
                 bucket.flat.zero_()
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                 parameter.grad = view if self.gradient_as_bucket_view else None
+
+    def averages(self, parameter: Tensor) -> bool:
+        """Return whether backward passes average the gradient of this parameter now."""
+        return self._sync and bool(self._hooks) and any(one is parameter for _, one in self._named)
 
     def remove(self) -> None:
         """Remove the hooks from the model. Parameters and gradients do not change. Can be called twice."""

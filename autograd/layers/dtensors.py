@@ -41,6 +41,17 @@ def distribute_like(x: Tensor, like: Any) -> Tensor:
     return made
 
 
+def from_local_like(local: Tensor, like: Any) -> Tensor:
+    """Return this rank's shard as a DTensor that is sharded as `like`; it does not communicate."""
+    if not is_dtensor(like):
+        return local
+    mesh, placements = like.device_mesh, like.placements
+    made: Tensor = type(like).from_local(
+        local, mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+    return made
+
+
 def sharding_groups(x: Any) -> tuple[Any, ...]:
     """Return the process groups of torch over which x is sharded. NotImplementedError for partial placements."""
     if not is_dtensor(x):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import numbers
 import weakref
@@ -16,7 +17,9 @@ from torch import Tensor, nn
 from pynccl import Communicator
 from pynccl.bindings.values import instance, listed, shown
 
+from ..agreement import DeferredCheck
 from ..ops.all_reduce import all_reduce
+from ..streams import is_capturing
 from .dtensors import is_dtensor, local_tensor, sharding_groups
 from .shards import shard_of
 
@@ -143,8 +146,12 @@ def clip_grad_norm_(
     """Clip the gradients by the norm of the unsharded model's, as torch.nn.utils.clip_grad_norm_ does.
 
     Returns the norm, equal on all ranks. Every rank must call it, after `finish_gradients`. Each parameter counts once:
-    sharded gradients are summed over the ranks, replicated ones are this rank's. It makes an all_reduce of one number
-    for each communicator, and each process group of torch (FSDP2), over which parameters are sharded.
+    sharded gradients are summed over the ranks, replicated ones are this rank's. It makes an all_reduce of a few
+    numbers for each communicator, and each process group of torch (FSDP2), over which parameters are sharded.
+
+    With the communicator's all_reduce it compares the norms of replicated gradients, and raises RuntimeError with the
+    parameter's name on all ranks if they differ: the replicas would drift apart. On a GPU the next call raises it,
+    since reading the result now would wait for the GPU.
 
     parameters           a module or its parameters, the same on all ranks
     max_norm             maximum norm
@@ -172,32 +179,84 @@ def _total_norm(parameters: list[Tensor], norm_type: float, device: Any) -> Tens
         raise ValueError(f"clip_grad_norm_: norm_type is {shown(norm_type)}, expected a number above 0, or math.inf")
     largest = norm_type == math.inf
     zero = torch.zeros(1, dtype=torch.float64, device=device)
+    norms = [_norm(local_tensor(parameter.grad), norm_type, zero) for parameter in parameters]
     totals: dict[tuple[int, ...], tuple[Communicator | None, tuple[Any, ...], Tensor]] = {(id(None),): (None, (), zero)}
-    for parameter in parameters:
+    for parameter, norm in zip(parameters, norms, strict=True):
         shard, groups = shard_of(parameter), sharding_groups(parameter)
         comm = None if shard is None or shard.dim is None else shard.comm
         # Also without a gradient here: other ranks may have one, and then call the all_reduce.
         key = id(comm), *map(id, groups)
         *_, total = totals.get(key, (comm, groups, zero))
-        totals[key] = (comm, groups, _add_power(total, local_tensor(parameter.grad), norm_type))
+        total = torch.maximum(total, norm) if largest else total + norm**norm_type
+        totals[key] = (comm, groups, total)
+    replicated = {id(comm): _replicated(parameters, norms, comm) for comm, _, _ in totals.values() if comm is not None}
     norm = zero
     for comm, groups, total in totals.values():
         summed = total.clone()
         for group in groups:
             dist.all_reduce(summed, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group)
         if comm is not None:
-            comm.all_reduce(summed, summed, op="max" if largest else "sum")
+            summed = _reduced(comm, summed, replicated.pop(id(comm), []), largest)
         norm = torch.maximum(norm, summed) if largest else norm + summed
     return norm[0] if largest else norm[0] ** (1 / norm_type)
 
 
-def _add_power(total: Tensor, grad: Tensor | None, norm_type: float) -> Tensor:
-    """Add the powers of the gradient's entries to `total`; for math.inf, return the maximum of both."""
+def _norm(grad: Tensor | None, norm_type: float, zero: Tensor) -> Tensor:
     if grad is None or not grad.numel():
-        return total
+        return zero
     kind = torch.float32 if grad.dtype in (torch.float16, torch.bfloat16) else None
-    norm = torch.linalg.vector_norm(grad, norm_type, dtype=kind).to(total)
-    return torch.maximum(total, norm) if norm_type == math.inf else total + norm**norm_type
+    return torch.linalg.vector_norm(grad, norm_type, dtype=kind).to(zero).view(1)
+
+
+# ------------------------------------------------------------------------------------------- replicated gradients
+
+_checks: weakref.WeakKeyDictionary[Communicator, DeferredCheck] = weakref.WeakKeyDictionary()
+
+
+def _replicated(parameters: list[Tensor], norms: list[Tensor], comm: Communicator) -> list[tuple[Tensor, Tensor]]:
+    """Return the parameters whose gradients must be equal on the ranks of `comm`, with their norms."""
+    shards = map(shard_of, parameters)
+    equal = [shard is None or (shard.dim is None and shard.comm is comm) for shard in shards]
+    return [pair for pair, one in zip(zip(parameters, norms, strict=True), equal, strict=True) if one]
+
+
+def _reduced(comm: Communicator, total: Tensor, replicated: list[tuple[Tensor, Tensor]], largest: bool) -> Tensor:
+    """All-reduce `total`. The same all_reduce compares the norms of gradients that must be equal on all ranks."""
+    each = torch.cat([total[:0], *(norm if one.grad is not None else norm - 1 for one, norm in replicated)])
+    each = torch.where(each.isfinite(), each, -2.0)
+    row = torch.cat([total, each, -each if largest else each * each])
+    comm.all_reduce(row, row, op="max" if largest else "sum")
+    if replicated and not (row.is_cuda and is_capturing(row.device)):
+        parameters = [weakref.ref(one) for one, _ in replicated]
+        found = row[1:].view(2, -1)
+        spread = found.sum(0) if largest else comm.size * (found[1] - found[0] ** 2 / comm.size).clamp(min=0).sqrt()
+        size = found.abs().amax(0) if largest else found[0].abs()
+        tolerances = torch.tensor([_TOLERANCES.get(one.dtype, 1e-2) for one, _ in replicated], dtype=torch.float64)
+        wrong = spread > size * tolerances.to(row.device, non_blocking=True)
+        _checks.setdefault(comm, DeferredCheck())(wrong, partial(_check_equal, parameters))
+    return row[:1]
+
+
+# Allowed difference of norms relative to their mean. Kernels may sum, and so round, differently on each rank.
+_TOLERANCES = {torch.float64: 1e-6, torch.complex128: 1e-6, torch.float32: 1e-4, torch.complex64: 1e-4}
+
+
+def _check_equal(parameters: list[Any], wrong: list[bool]) -> None:
+    names = [_name_of(ref()) for ref, differs in zip(parameters, wrong, strict=True) if differs]
+    if names:
+        raise RuntimeError(
+            f"clip_grad_norm_: the gradient of {names[0]} differs between the ranks, which all have this parameter"
+            f"{f' (and {len(names) - 1} more)' if len(names) > 1 else ''}, so they would drift apart. Call "
+            "finish_gradients(model) before; give all ranks the same batch, the same seed and one GradScaler of "
+            "pynccl_autograd; declare a parameter that is this rank's own by set_shard"
+        )
+
+
+def _name_of(parameter: Tensor | None) -> str:
+    """Return the longest path to the parameter from any module of this process; for errors, since it looks at all."""
+    modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
+    paths = [path for one in modules for path, there in one.named_parameters() if there is parameter]
+    return max(paths, key=len, default="a parameter" if parameter is None else f"one of shape {list(parameter.shape)}")
 
 
 def _as_list(parameters: Any, name: str) -> list[Tensor]:

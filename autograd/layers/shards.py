@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
@@ -20,7 +22,9 @@ from pynccl.bindings.values import INT_MAX, instance, shown
 from ..arguments import as_int
 from ..ops.all_gather import all_gather
 from ..overlap.routes import decisions_of
-from .dtensors import full_tensor, is_dtensor
+from ..torch_internals import own_parameters
+from .dtensors import from_local_like, full_tensor, is_dtensor
+from .shard_tensor import ShardTensor, held
 
 Layer = TypeVar("Layer", bound="Sharded")
 
@@ -143,6 +147,11 @@ class Shard:
             offset += length
         return boxes
 
+    @property
+    def is_part(self) -> bool:
+        """Whether this rank has less than the full parameter."""
+        return self.dim is not None and self.comm.size > 1
+
     def __repr__(self) -> str:
         of = f"of {list(self.shape)}, rank {self.comm.rank} of {self.comm.size}"
         if self.dim is None:
@@ -246,7 +255,7 @@ class Sharded(nn.Module):
         for name, shard in self.shards().items():
             parameter = getattr(self, name, None)
             if isinstance(parameter, nn.Parameter):
-                set_shard(parameter, shard)
+                _set(parameter, shard)
 
     def __setstate__(self, state: Any) -> None:  # of a copy, which has new parameters
         super().__setstate__(state)
@@ -257,9 +266,39 @@ class Sharded(nn.Module):
         self._mark()
         return module
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        super()._load_from_state_dict(state_dict, prefix, *args)
+    def __delattr__(self, name: str) -> None:  # called by torch's parametrizations, and by the older spectral_norm
+        self._check_kept({name})
+        super().__delattr__(name)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        own = own_parameters(self)
+        if own and name not in self.shards():  # prune gives a parameter a second name, the older weight_norm removes it
+            self._check_kept({one for one in self.shards() if one not in own or (own[one] is param is not None)})
+        super().register_parameter(name, param)
+
+    def _check_kept(self, replaced: set[str]) -> None:
         for name, shard in self.shards().items():
+            if name in replaced and shard.is_part:
+                raise TypeError(
+                    f"{type(self).__name__}: {name} is {shard}, so weight_norm, pruning or another "
+                    "parametrization would compute with a shard; use them on modules that are not sharded"
+                )
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, shard in self.shards().items():
+            value = destination.get(prefix + name)
+            if value is not None and not keep_vars:
+                destination[prefix + name] = held(value, shard)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        shards = self.shards()
+        for name, shard in shards.items():
+            value, local = state_dict.get(prefix + name), getattr(self, name, None)
+            if isinstance(value, ShardTensor) and isinstance(local, Tensor) and repr(value.shard) == repr(shard):
+                state_dict[prefix + name] = from_local_like(value.local, local)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        for name, shard in shards.items():
             value, local = state_dict.get(prefix + name), getattr(self, name, None)
             if isinstance(local, Tensor) and isinstance(value, Tensor) and local.shape != value.shape == shard.shape:
                 args[-1].append(  # to the errors
@@ -276,18 +315,51 @@ def set_shard(parameter: Tensor, shard: Shard | None) -> None:
         ad.set_shard(self.weight, ad.Shard(comm, 0, weight.shape))
 
     `finish_gradients`, `clip_grad_norm_`, checkpoints and `check_model` use it. It sets the attribute
-    `parameter.shard`, which type checkers do not know. Call it again if another parameter replaces this one, or use
-    `keep_shards`. ValueError if the parameter does not have the shape of this rank's shard.
+    `parameter.shard`, which type checkers do not know. Copies by copy.deepcopy have it, and state_dict() holds shards.
+    Call it again if another parameter replaces this one, or use `keep_shards`. ValueError if the parameter does not
+    have the shape of this rank's shard.
     """
     if shard is not None:
         instance(shard, Shard, "set_shard: shard", "an ad.Shard, or None")
     instance(parameter, Tensor, "set_shard: parameter", "a torch.nn.Parameter")
+    _set(parameter, shard)
+    for name in ("__deepcopy__", "detach"):
+        parameter.__dict__.pop(name, None)
+    if shard is not None and shard.is_part and type(parameter) is nn.Parameter:
+        of = _OwnParameter(parameter)
+        parameter.__dict__.update(__deepcopy__=of.copy, detach=of.detach)
+
+
+def _set(parameter: Tensor, shard: Shard | None) -> None:
     if shard is not None and list(parameter.shape) != shard.local_shape:
         raise ValueError(
             f"set_shard: the parameter has shape {tuple(parameter.shape)}, expected {tuple(shard.local_shape)}, this "
             f"rank's shard of {shard.shape}"
         )
     parameter.shard = shard  # type: ignore[attr-defined]
+
+
+class _OwnParameter:
+    """What copy.deepcopy and Module.state_dict call on a parameter: its own __deepcopy__ and detach.
+
+    Parameters of a module of the user's have them as attributes of the instance, since torch copies a Parameter without
+    its attributes. (A Parameter of another class would be slower in torch's optimizers.)"""
+
+    def __init__(self, parameter: Tensor) -> None:
+        self.parameter = weakref.ref(parameter)  # weak: no cycle, so that memory is freed at once
+
+    def copy(self, memo: dict[int, Any]) -> Tensor:
+        parameter: Any = self.parameter()
+        made: Tensor = type(parameter).__deepcopy__(parameter, memo)
+        set_shard(made, parameter.shard)
+        return made
+
+    def detach(self) -> Tensor:
+        parameter: Any = self.parameter()
+        detached = Tensor.detach(parameter)
+        if torch.compiler.is_compiling() or sys._getframe(1).f_code is not nn.Module._save_to_state_dict.__code__:
+            return detached
+        return held(detached, parameter.shard)
 
 
 def shard_of(parameter: Tensor) -> Shard | None:
@@ -323,6 +395,17 @@ def keep_shards(model: nn.Module) -> Iterator[None]:
         for name, one in model.named_parameters(remove_duplicate=False):
             if name in before:
                 set_shard(one, before[name])  # also None, so that shard_of accepts a DTensor
+        for module in model.modules():
+            if not isinstance(module, Sharded) and any(map(is_dtensor, own_parameters(module).values())):
+                module.register_state_dict_post_hook(_hold_shards)
+
+
+def _hold_shards(module: nn.Module, state: Any, prefix: str, _: Any) -> None:
+    """Replace shards in a state dict by ShardTensors: a state-dict hook of modules whose parameters became DTensors."""
+    for name, parameter in own_parameters(module).items():
+        shard, value = parameter is not None and shard_of(parameter), state.get(prefix + name)
+        if shard and is_dtensor(value) and not isinstance(value, nn.Parameter):
+            state[prefix + name] = held(value, shard)
 
 
 def describe(model: nn.Module) -> str:
