@@ -292,13 +292,9 @@ class Sharded(nn.Module):
                 destination[prefix + name] = held(value, shard)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        shards = self.shards()
-        for name, shard in shards.items():
-            value, local = state_dict.get(prefix + name), getattr(self, name, None)
-            if isinstance(value, ShardTensor) and isinstance(local, Tensor) and repr(value.shard) == repr(shard):
-                state_dict[prefix + name] = from_local_like(value.local, local)
+        _take_shards(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
-        for name, shard in shards.items():
+        for name, shard in self.shards().items():
             value, local = state_dict.get(prefix + name), getattr(self, name, None)
             if isinstance(local, Tensor) and isinstance(value, Tensor) and local.shape != value.shape == shard.shape:
                 args[-1].append(  # to the errors
@@ -398,6 +394,7 @@ def keep_shards(model: nn.Module) -> Iterator[None]:
         for module in model.modules():
             if not isinstance(module, Sharded) and any(map(is_dtensor, own_parameters(module).values())):
                 module.register_state_dict_post_hook(_hold_shards)
+                module.register_load_state_dict_pre_hook(_take_shards)
 
 
 def _hold_shards(module: nn.Module, state: Any, prefix: str, _: Any) -> None:
@@ -406,6 +403,14 @@ def _hold_shards(module: nn.Module, state: Any, prefix: str, _: Any) -> None:
         shard, value = parameter is not None and shard_of(parameter), state.get(prefix + name)
         if shard and is_dtensor(value) and not isinstance(value, nn.Parameter):
             state[prefix + name] = held(value, shard)
+
+
+def _take_shards(module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
+    """Replace ShardTensors in a state dict by what the module's parameters are: a hook before it is loaded."""
+    for name, parameter in own_parameters(module).items():
+        value = state.get(prefix + name)
+        if isinstance(value, ShardTensor) and repr(value.shard) == repr(getattr(parameter, "shard", None)):
+            state[prefix + name] = from_local_like(value.local, parameter)
 
 
 def describe(model: nn.Module) -> str:
