@@ -14,7 +14,8 @@ from .linear import ColumnParallelLinear, KeyValueLinear, RowParallelLinear
 from .optimizers import check_steps
 from .replace import parallelize
 from .scaler import GradScaler
-from .shards import Shard, describe, keep_shards, set_shard
+from .shard import Shard
+from .shards import describe, keep_shards, set_shard
 from .vocabulary import VocabParallelEmbedding, VocabParallelHead, vocab_parallel_cross_entropy
 
 __all__ = [

@@ -22,7 +22,8 @@ from ..agreement import raise_on_all_ranks, run_on_all_ranks, try_call
 from ..arguments import check_comm
 from .checkpoint_files import Path_, Saving, Source, check_types, source_of
 from .dtensors import distribute_like, full_tensor, local_tensor
-from .shards import Shard, shard_of
+from .shard import Shard
+from .shards import shard_of
 
 
 class IncompatibleKeys(NamedTuple):

@@ -17,8 +17,8 @@ from ..agreement import difference, raise_on_all_ranks, run_on_all_ranks, try_ca
 from .checkpoint import Entry, check_values, comm_of, entries_of, is_first
 from .checkpoint_files import Source, source_of
 from .dtensors import distribute_like
-from .shard_tensor import ShardTensor
-from .shards import Shard, shard_of
+from .shard import Shard, ShardTensor
+from .shards import shard_of
 
 _SEPARATOR = "\0"  # between a parameter's name and a key of its optimizer state
 

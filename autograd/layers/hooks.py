@@ -28,7 +28,8 @@ from ..ops.all_reduce import copy as copied
 from ..streams import is_capturing
 from ..torch_internals import has_no_values, is_tracing, own_parameters, reentrant_checkpoints, tensors_in
 from .plan import NAME, PlannedModel, is_within, names_read, probability
-from .shards import Shard, Sharded, set_shard, shard_of
+from .shard import Shard
+from .shards import Sharded, set_shard, shard_of
 from .vocabulary import VocabParallelHead, rows_of_ranks, vocab_parallel_cross_entropy
 
 # ------------------------------------------------------------------------------------------------- the sequence

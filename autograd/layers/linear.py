@@ -23,7 +23,8 @@ from ..overlap.config import Overlap, as_config
 from ..overlap.functions import all_gather_matmul, copy_matmul, matmul_all_reduce, matmul_reduce_scatter
 from ..overlap.limits import prepare
 from ..wire import Dtype
-from .shards import Shard, Sharded, checked_size, sizes_of_blocks
+from .shard import Shard, sizes_of_blocks
+from .shards import Sharded, checked_size
 
 Layer = TypeVar("Layer", bound="_ParallelLinear")
 

@@ -19,8 +19,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ..torch_internals import backward_pass
 from .data_parallel import averages_later
 from .gradients import is_summed_in_backward, partial_comm
-from .shard_tensor import ShardTensor, held, unwrap
-from .shards import Shard, shard_of
+from .shard import Shard, ShardTensor, held, unwrap
+from .shards import shard_of
 
 # Names of optimizers whose step is not elementwise: they orthogonalize or factor matrices, or take norms or inner
 # products of all elements of a parameter, or of all parameters.

@@ -43,7 +43,8 @@ from .plan_checks import (
     tied_parameters,
     warn_unmentioned,
 )
-from .shards import Shard, Sharded, set_shard, shard_of
+from .shard import Shard
+from .shards import Sharded, set_shard, shard_of
 from .vocabulary import VocabParallelEmbedding, VocabParallelHead
 
 _SAMPLE = 16  # elements of each parameter that are compared

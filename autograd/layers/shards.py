@@ -1,4 +1,4 @@
-"""Shard: how a parameter is sharded over the ranks of a communicator.
+"""Parameters that are shards, in layers of this package and in modules of the user's.
 
 The layers set `parameter.shard`. A parameter without it is replicated: every rank has all of it, and the same gradient.
 """
@@ -9,9 +9,8 @@ import contextlib
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,161 +19,12 @@ from pynccl import Communicator
 from pynccl.bindings.values import INT_MAX, instance, shown
 
 from ..arguments import as_int
-from ..ops.all_gather import all_gather
 from ..overlap.routes import decisions_of
 from ..torch_internals import own_parameters
-from .dtensors import from_local_like, full_tensor, is_dtensor
-from .shard_tensor import ShardTensor, held
+from .dtensors import from_local_like, is_dtensor
+from .shard import Shard, ShardTensor, held
 
 Layer = TypeVar("Layer", bound="Sharded")
-
-
-class Box(NamedTuple):
-    """A block of entries of a parameter: its offsets in the full parameter and in this rank's shard, and its sizes."""
-
-    full: tuple[int, ...]
-    shard: tuple[int, ...]
-    size: tuple[int, ...]
-
-
-class Shard:
-    """Describes how this rank's parameter is a shard of a full parameter. Set it with `ad.set_shard`.
-
-    comm        communicator whose ranks hold the shards
-    dim         dimension of the parameter that is sharded; None: every rank has all of it
-    shape       shape of the full parameter
-    splits      size of each rank's shard along `dim`; None: equal sizes
-    partial     for a replicated parameter (dim=None): each rank has only a part of the gradient, because its layer sees
-                a part of the sequence or of the heads. `finish_gradients` sums it over `comm`
-    blocks      consecutive blocks along `dim` of the full parameter, each split equally over the ranks: their number,
-                if they are equal (3 for queries, keys and values in one layer), or their sizes
-    transposed  the parameter is a shard of the transpose of the full one; `shape` is that of the full one
-
-    ValueError if `dim` is not a dimension, if `splits` or `blocks` do not fit its size, or if `partial` has a `dim`.
-    """
-
-    def __init__(
-        self,
-        comm: Communicator,
-        dim: int | None,
-        shape: Sequence[int],
-        splits: Sequence[int] | None = None,
-        *,
-        partial: bool = False,
-        blocks: int | Sequence[int] = 1,
-        transposed: bool = False,
-    ) -> None:
-        self.comm, self.dim, self.shape, self.partial = comm, dim, tuple(shape), partial
-        self.transposed = transposed
-        self.splits: tuple[int, ...] = ()
-        self.blocks: tuple[int, ...] = ()  # sizes
-        if dim is not None:
-            index, local = as_int(dim), self.shape[::-1] if transposed else self.shape
-            if index is None or not -len(local) <= index < len(local):
-                raise ValueError(f"Shard: dim is {shown(dim)}, expected a dimension of shape {list(local)}, or None")
-            if partial:
-                raise ValueError(f"Shard: partial=True is for replicated parameters; pass dim=None, not {dim}")
-            self.dim = dim = int(index % len(local))
-            size = local[dim]
-            if splits is None and size % comm.size:
-                raise ValueError(
-                    f"Shard: dimension {dim} of {list(local)} is not divisible by {comm.size} ranks; pass splits="
-                )
-            self.splits = tuple(splits) if splits is not None else (size // comm.size,) * comm.size
-            if len(self.splits) != comm.size or sum(self.splits) != size:
-                raise ValueError(
-                    f"Shard: splits is {self.splits}, expected {comm.size} sizes that add up to {size}, the size of "
-                    f"dimension {dim} of {list(self.shape)}"
-                )
-            self.blocks = sizes_of_blocks("Shard", blocks, size, comm.size)
-
-    def ranges(self) -> list[tuple[int, int]]:
-        """Return (start, length) of this rank's shard of each block, along `dim` of the full parameter."""
-        ranks, rank = self.comm.size, self.comm.rank
-        if len(self.blocks) == 1:
-            return [(sum(self.splits[:rank]), self.splits[rank])]
-        starts = accumulate(self.blocks, initial=0)
-        return [(start + size // ranks * rank, size // ranks) for start, size in zip(starts, self.blocks, strict=False)]
-
-    @property
-    def first(self) -> int:
-        """Index in the full parameter at which this rank's shard starts (with several blocks, that of the first)."""
-        return self.ranges()[0][0]
-
-    @property
-    def local_shape(self) -> list[int]:
-        """The shape of this rank's shard."""
-        shape = list(self.shape[::-1] if self.transposed else self.shape)
-        if self.dim is not None:
-            shape[self.dim] = self.splits[self.comm.rank]
-        return shape
-
-    def local(self, full: Tensor) -> Tensor:
-        """Return this rank's shard of the full parameter: a view, if there is one block."""
-        if tuple(full.shape) != self.shape:
-            raise ValueError(
-                f"Shard: got a tensor of shape {list(full.shape)}, expected the full parameter, {list(self.shape)}"
-            )
-        full = full.t() if self.transposed else full
-        if self.dim is None:
-            return full
-        parts = [full.narrow(self.dim, start, size) for start, size in self.ranges()]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
-
-    def gather(self, part: Tensor) -> Tensor:
-        """Return the full parameter, on every rank, from each rank's shard. A collective: every rank must call it. A
-        DTensor (FSDP2) is gathered over its own mesh first."""
-        full = full_tensor(part)
-        if self.dim is not None:
-            full = all_gather(full, self.comm, self.dim, grad="sum", splits=self.splits)
-        if self.dim is not None and len(self.blocks) > 1:
-            each = [size // self.comm.size for size in self.blocks]
-            ranks = [one.split(each, self.dim) for one in full.split(self.splits, self.dim)]
-            full = torch.cat([one[block] for block in range(len(each)) for one in ranks], self.dim)
-        return full.t() if self.transposed else full
-
-    def boxes(self) -> list[Box]:
-        """Return this rank's shard as boxes that are contiguous ranges of the full parameter, one for each block. A
-        transposed shard is described in the layout of the full parameter."""
-        if self.dim is None:
-            return [Box((0,) * len(self.shape), (0,) * len(self.shape), self.shape)]
-        dim = len(self.shape) - 1 - self.dim if self.transposed else self.dim
-        boxes, offset = [], 0
-        for start, length in self.ranges():
-            full, shard, size = [0] * len(self.shape), [0] * len(self.shape), list(self.shape)
-            full[dim], shard[dim], size[dim] = start, offset, length
-            boxes.append(Box(tuple(full), tuple(shard), tuple(size)))
-            offset += length
-        return boxes
-
-    @property
-    def is_part(self) -> bool:
-        """Whether this rank has less than the full parameter."""
-        return self.dim is not None and self.comm.size > 1
-
-    def __repr__(self) -> str:
-        of = f"of {list(self.shape)}, rank {self.comm.rank} of {self.comm.size}"
-        if self.dim is None:
-            return f"Shard(all {of}{', partial gradients' if self.partial else ''})"
-        start, length = self.ranges()[0]
-        each = f", and likewise in each of the blocks {list(self.blocks)}," if len(self.blocks) > 1 else ""
-        which = f"dimension {self.dim}{' of the transpose' if self.transposed else ''}"
-        return f"Shard({start} to {start + length}{each} of {which} {of})"
-
-
-def sizes_of_blocks(name: str, blocks: Any, size: int, ranks: int) -> tuple[int, ...]:
-    """Return the sizes of `blocks` (a number of equal blocks, or sizes) that add up to `size`. ValueError if they do
-    not, or if the size of one of several blocks is not divisible by the number of ranks."""
-    count = as_int(blocks)
-    sizes: list[Any] = [size // count] * int(count) if count else []
-    if count is None and isinstance(blocks, Sequence):
-        sizes = list(map(as_int, blocks))
-    if count != 1 and (None in sizes or sum(sizes) != size or any(one < 0 or one % ranks for one in sizes)):
-        raise ValueError(
-            f"{name}: blocks is {shown(blocks)}, expected the number of equal blocks in {size} features, or their "
-            f"sizes, each divisible by {ranks} ranks"
-        )
-    return tuple(map(int, sizes))
 
 
 def checked_size(what: str, value: Any) -> int:

@@ -21,7 +21,8 @@ from ..arguments import as_int, check_comm, check_dim, check_splits
 from ..ops.all_gather import all_gather, reduce_scatter
 from ..ops.all_reduce import all_reduce, copy
 from ..wire import Dtype
-from .shards import Shard, Sharded, checked_size
+from .shard import Shard
+from .shards import Sharded, checked_size
 
 _IDS = (torch.int64, torch.int32)
 

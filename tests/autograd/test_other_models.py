@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 import pynccl_autograd as ad
 from pynccl import Communicator
-from pynccl_autograd.layers.shards import Shard, Sharded
+from pynccl_autograd.layers.shard import Shard
+from pynccl_autograd.layers.shards import Sharded
 
 pytest.importorskip("transformers")
 

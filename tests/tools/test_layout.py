@@ -55,7 +55,7 @@ ORDER: dict[str, str] = {
         overlap.config overlap.workspace overlap.trials overlap.routes overlap.unfused overlap.lanes overlap.trace
         overlap.reporting overlap.limits overlap.matmul overlap.gathering overlap.reducing overlap.passes
         overlap.slices overlap.patterns overlap.functions overlap.comm_overlap
-        overlap layers.dtensors layers.shard_tensor layers.shards layers.in_flight layers.gradients layers.linear
+        overlap layers.dtensors layers.shard layers.shards layers.in_flight layers.gradients layers.linear
         layers.vocabulary layers.dropout layers.plan layers.plan_checks layers.hooks layers.replace
         layers.checkpoint_files layers.checkpoint layers.checkpoint_optimizer
         layers.buckets layers.data_parallel layers.optimizers layers.scaler layers plans nn
