@@ -9,7 +9,10 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
+from torch import Tensor
+
 from pynccl import Communicator
+from pynccl.bindings.resource import Shared
 from pynccl.bindings.values import shown
 from pynccl.comm.consistency import compare_texts
 
@@ -25,6 +28,30 @@ def gathered(comm: Communicator, row: Sequence[float], dtype: torch.dtype = torc
         send = torch.tensor(row, device=comm.device, dtype=dtype)
         rows: list[list[Any]] = comm.all_gather(send, send.new_empty(comm.size, len(row))).tolist()
     return rows
+
+
+class DeferredCheck(Shared):
+    """A check of numbers of all ranks in every step, for which no CPU waits in that step on a GPU.
+
+    With the host library the numbers are checked at once. On a GPU they are copied to the CPU, and checked in the next
+    call, on every rank in the same one, so those of the last call are not checked. Not for a call that a CUDA graph
+    captures."""
+
+    def __init__(self) -> None:
+        self._last: tuple[Tensor, Any, Callable[[list[Any]], object]] | None = None
+
+    def __call__(self, numbers: Tensor, check: Callable[[list[Any]], object]) -> None:
+        """Call `check(numbers.tolist())`, which raises if they are wrong, now or in the next call. `numbers` must be
+        equal on all ranks, as all_gather and all_reduce return them."""
+        if not numbers.is_cuda:
+            check(numbers.tolist())
+            return
+        last, on_cpu = self._last, numbers.to("cpu", non_blocking=True)  # in pinned memory
+        self._last = on_cpu, torch.cuda.current_stream(numbers.device).record_event(), check
+        if last is not None:
+            on_cpu, copied, check = last
+            copied.synchronize()  # waits if the GPU is a whole step behind
+            check(on_cpu.tolist())
 
 
 class Difference(NamedTuple):
