@@ -23,10 +23,8 @@ from ..torch_internals import has_hooks, has_no_values
 from ..wire import Dtype
 from .dropout import ELEMENTWISE, FUNCTIONS, Dropout
 from .hooks import (
-    CheckSameInput,
     GatherInput,
     SequenceSharding,
-    checksum,
     handle_sharded_logits,
     hook_modules,
     hook_outputs,
@@ -44,6 +42,7 @@ from .plan_checks import (
     tied_parameters,
     warn_unmentioned,
 )
+from .same_input import CheckSameInput, checksum
 from .shards import Shard, Sharded, set_shard, shard_of
 from .vocabulary import VocabParallelEmbedding, VocabParallelHead
 
@@ -123,10 +122,10 @@ def parallelize(
     "replicated". Those that zero whole channels (Dropout1d, 2d, 3d and FeatureAlphaDropout) and subclasses must be
     "replicated", unless p is 0.
 
-    Raises ValueError or TypeError, on every rank and before the model is changed, with the name of the module. The
-    first forward pass raises ValueError if the ranks have different batches. Warns (UserWarning) about modules with
-    parameters, and dropout, that the plan does not mention: they are replicated; and if the weights are not equal on
-    all ranks.
+    Raises ValueError or TypeError, on every rank and before the model is changed, with the name of the module. A
+    forward pass raises ValueError if the ranks have different inputs; on a GPU, the next one does. Warns (UserWarning)
+    about modules with parameters, and dropout, that the plan does not mention: they are replicated; and if the weights
+    are not equal on all ranks.
     """
     check_comm(NAME, comm, model=model)
     comm.check_alive()
