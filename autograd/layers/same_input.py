@@ -95,7 +95,10 @@ def add_sample(total: Tensor, x: Tensor) -> None:
     x = torch.view_as_real(x) if x.dtype == torch.complex128 else x
     bits = x.view(_BITS[x.element_size()])
     count = bits.numel()
-    step = max(1, -(-count // _SAMPLE))
-    places = torch.arange((count - 1) % step, count, step, device=x.device)
-    added = (torch.take(bits, places) * _weights(x.device)[: len(places)]).sum()
+    if count <= _SAMPLE:
+        sample = bits.reshape(-1)
+    else:  # not a slice of a reshape, which may copy all of x
+        step = -(-count // _SAMPLE)
+        sample = torch.take(bits, torch.arange((count - 1) % step, count, step, device=x.device))
+    added = (sample * _weights(x.device)[: sample.numel()]).sum()
     total.mul_(31).add_(added if added.is_cpu else added.to(total.device))  # one on the CPU becomes an argument
