@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
@@ -10,19 +11,46 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
-from pynccl import Communicator
+from pynccl import Communicator, NcclInvalidUsage
 from pynccl.bindings.resource import Shared
 from pynccl.bindings.values import shown
 from pynccl.comm.consistency import compare_texts
+from pynccl.comm.groups import recorder
+from pynccl.watch.frames import walk_outwards
 
 from .torch_internals import is_tracing, unwrapped
 
 T = TypeVar("T")
 
 
+def check_not_in_group(name: str = "") -> None:
+    """Raise NcclInvalidUsage within a `pynccl.group`, where results are available only at the end of the block.
+
+    name  what the program called; by default the function of this package"""
+    if recorder() is not None:
+        raise NcclInvalidUsage(
+            f"{name or _called()} within a pynccl.group(): the group launches its calls at the end of the block, but "
+            "autograd needs the results before: call it outside.\nFor several tensors pass a list, e.g. "
+            "ad.all_reduce([a, b], comm, ...), which is one group; for several ranks in\none process use one thread "
+            "per rank"
+        )
+
+
+def _called() -> str:
+    """Return the name of the function or class of this package that the program called."""
+    frames = walk_outwards(sys._getframe(1))
+    ours = [one for one in frames if one.f_globals.get("__name__", "").startswith(f"{__package__}.")]
+    *_, outermost = (one for one in ours if one.f_code.co_name != "run_now")  # a decorator's
+    name, owner = outermost.f_code.co_name, outermost.f_locals.get("self")
+    if owner is None:
+        return name
+    return type(owner).__name__ + ("" if name in ("__init__", "__call__", "__enter__", "forward") else f".{name}")
+
+
 def gathered(comm: Communicator, row: Sequence[float], dtype: torch.dtype = torch.int64) -> list[list[Any]]:
     """All-gather a row of numbers and return the rows of all ranks. All rows must have the same length and dtype. The
     CPU waits for the result."""
+    check_not_in_group()
     with unwrapped():
         send = torch.tensor(row, device=comm.device, dtype=dtype)
         rows: list[list[Any]] = comm.all_gather(send, send.new_empty(comm.size, len(row))).tolist()

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from pynccl import Communicator, NcclInvalidUsage
+from pynccl import Communicator
 from pynccl.comm.base import by_key
-from pynccl.comm.groups import recorder
 from pynccl.watch.attribution import attribute_calls
 from pynccl.watch.frames import call_site
 
+from .agreement import check_not_in_group
 from .arguments import check_comm, check_memory
 from .checks import compare_backward, number_call
 from .compiled import forward_call
@@ -197,16 +197,6 @@ def enter_backward(ctx: Any, comm: Communicator, replicated: Sequence[Tensor]) -
     if ctx.call is not None:
         for g in replicated or (None,):
             compare_backward(comm, ctx.call, g)
-
-
-def check_not_in_group(name: str) -> None:
-    """Raise NcclInvalidUsage within a `pynccl.group`, where results are available only at the end of the block."""
-    if recorder() is not None:
-        raise NcclInvalidUsage(
-            f"{name} within a pynccl.group(): the group launches its calls at the end of the block, but autograd needs "
-            "the results before.\nFor several tensors pass a list, e.g. ad.all_reduce([a, b], comm, ...), which is one "
-            "group; for several ranks in\none process use one thread per rank"
-        )
 
 
 class RequireGrad(Function):

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from pynccl import Communicator
 
-from .collective import Collective, check_not_in_group, communicator, key_of
+from .agreement import check_not_in_group
+from .collective import Collective, communicator, key_of
 from .compiled import attribute_compiled, backward_call, keep_calls
 from .ops.all_gather import AllGather, ReduceScatter, Split
 from .ops.all_reduce import AllReduce, Copy

@@ -27,7 +27,7 @@ from torch import Tensor
 from pynccl import Communicator
 from pynccl.bindings.values import instance, shown
 
-from .agreement import difference, gathered
+from .agreement import check_not_in_group, difference, gathered
 from .arguments import as_int, check_comm
 
 _seeded: weakref.WeakSet[Communicator] = weakref.WeakSet()
@@ -47,6 +47,7 @@ def seed(seed: int, comm: Communicator) -> None:
     if number is None or not 0 <= number <= _MAX_SEED:
         raise ValueError(f"rng.seed: seed is {shown(seed)}, expected an integer from 0 to 2**63 - 1")
     comm.check_alive()
+    check_not_in_group("rng.seed")
     seeds = [row[0] for row in gathered(comm, [number])]
     if len(set(seeds)) > 1:
         raise ValueError(f"rng.seed: the ranks passed the seeds {shown(seeds)}, expected the same seed on all ranks")
@@ -102,6 +103,7 @@ def check_equal_states(name: str, comm: Communicator) -> None:
     Every rank must call it. RuntimeError on all ranks if the states differ."""
     if comm in _seeded:
         return
+    check_not_in_group(name)
     if (
         difference(comm, {"states": [bytes(generator.get_state().tolist()) for generator in _generators(comm)]})
         is not None

@@ -29,8 +29,9 @@ from pynccl.bindings.values import attribute, shown
 from pynccl.watch.attribution import attribute_calls
 from pynccl.watch.frames import call_site
 
+from .agreement import check_not_in_group
 from .checks import compare_backward, number_call
-from .collective import Collective, CollectiveCall, check_not_in_group, require_grad, run, runs_as_operator
+from .collective import Collective, CollectiveCall, require_grad, run, runs_as_operator
 from .recompute import FetchToken, save_token
 from .streams import producer_stream, share, side_stream
 from .torch_internals import dispatch_modes, has_storage, in_forward_mode, transforms_active

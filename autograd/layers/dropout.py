@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,15 @@ from pynccl.bindings.values import instance, shown
 
 from .. import rng
 from ..arguments import check_comm
+
+ELEMENTWISE: dict[type[nn.Module], str] = {nn.Dropout: "dropout", nn.AlphaDropout: "alpha_dropout"}
+FUNCTIONS = {  # torch's dropout modules -> functions of torch.nn.functional
+    **ELEMENTWISE,
+    nn.Dropout1d: "dropout1d",
+    nn.Dropout2d: "dropout2d",
+    nn.Dropout3d: "dropout3d",
+    nn.FeatureAlphaDropout: "feature_alpha_dropout",
+}
 
 
 class Dropout(nn.Dropout):
@@ -38,21 +48,31 @@ class Dropout(nn.Dropout):
             raise ValueError(f"Dropout: p is {shown(p)}, expected a probability, from 0 to 1")
         super().__init__(p, inplace)
         self.comm, self.sharded = comm, sharded
+        self._function = "dropout"
+
+    @classmethod
+    def like(cls, module: Any, comm: Communicator, sharded: bool) -> Dropout:
+        """Return the layer that replaces one of torch's dropout modules."""
+        made = cls(module.p, comm, sharded, module.inplace)
+        made._function = FUNCTIONS[type(module)]
+        return made.train(module.training)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x with dropout in training, else x.   x [..] -> [..]"""
         if self.training and self.p > 0:
-            return _dropout(x, self.p, self.comm, self.sharded, self.inplace)
+            return _dropout(self._function, x, self.p, self.comm, self.sharded, self.inplace)
         return F.dropout(x, self.p, False, self.inplace)
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, sharded={self.sharded}, rank {self.comm.rank} of {self.comm.size}"
+        function = "" if self._function == "dropout" else f"{self._function}, "
+        return f"{function}{super().extra_repr()}, sharded={self.sharded}, rank {self.comm.rank} of {self.comm.size}"
 
 
 @torch.compiler.disable
-def _dropout(x: Tensor, p: float, comm: Communicator, sharded: bool, inplace: bool) -> Tensor:
+def _dropout(function: str, x: Tensor, p: float, comm: Communicator, sharded: bool, inplace: bool) -> Tensor:
     if not comm.alive:
         comm.check_alive()
     rng.check_equal_states("Dropout", comm)
     with rng.sharded(comm) if sharded else rng.replicated(comm):
-        return F.dropout(x, p, True, inplace)
+        y: Tensor = getattr(F, function)(x, p, True, inplace)
+        return y

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from pynccl import Communicator
 from pynccl.bindings.values import instance, listed, shown
 
-from ..agreement import DeferredCheck
+from ..agreement import DeferredCheck, check_not_in_group
 from ..ops.all_reduce import all_reduce
 from ..streams import is_capturing
 from .dtensors import is_dtensor, local_tensor, sharding_groups
@@ -56,6 +56,7 @@ def finish_gradients(parameters: nn.Module | Iterable[Tensor], bucket_bytes: flo
 
 @torch.no_grad()
 def _sum(comm: Communicator, grads: list[Tensor]) -> None:
+    check_not_in_group("finish_gradients")
     flat = torch.cat([grad.reshape(-1) for grad in grads])
     comm.all_reduce(flat, flat)
     for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
@@ -196,6 +197,7 @@ def _total_norm(parameters: list[Tensor], norm_type: float, device: Any) -> Tens
         for group in groups:
             dist.all_reduce(summed, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group)
         if comm is not None:
+            check_not_in_group("clip_grad_norm_")
             summed = _reduced(comm, summed, replicated.pop(id(comm), []), largest)
         norm = torch.maximum(norm, summed) if largest else norm + summed
     return norm[0] if largest else norm[0] ** (1 / norm_type)

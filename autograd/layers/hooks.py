@@ -7,11 +7,9 @@ that copy.deepcopy gives the copied model its own hooks.
 from __future__ import annotations
 
 import copy
-import ctypes
 import inspect
 import math
-import zlib
-from collections.abc import Iterable, MutableMapping
+from collections.abc import MutableMapping
 from functools import partial
 from typing import Any
 
@@ -21,12 +19,10 @@ from torch import Tensor, nn
 from pynccl import Communicator
 
 from .. import rng
-from ..agreement import difference
 from ..arguments import as_int
 from ..ops.all_gather import all_gather, split
 from ..ops.all_reduce import copy as copied
-from ..streams import is_capturing
-from ..torch_internals import has_no_values, is_tracing, own_parameters, reentrant_checkpoints, tensors_in
+from ..torch_internals import own_parameters, reentrant_checkpoints
 from .plan import NAME, PlannedModel, is_within, names_read, probability
 from .shard import Shard
 from .shards import Sharded, set_shard, shard_of
@@ -206,42 +202,6 @@ class GatherOutput:
         if x.dim() == 4 and x.shape[1] * comm.size in self.heads and x.shape[1] not in self.heads:
             return all_gather(x, comm, 1, grad="replicated")
         return x
-
-
-class CheckSameInput:
-    """Compare the first batch over the ranks: a forward pre-hook of the full model. ValueError, on all ranks, if they
-    differ."""
-
-    def __init__(self, comm: Communicator) -> None:
-        self.comm, self.done = comm, False
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.done or is_tracing():
-            return
-        if not self.comm.library.is_host and is_capturing(torch.device(self.comm.device)):
-            return
-        inputs = tensors_in([args, dict(sorted(kwargs.items()))])
-        if any(has_no_values(x) or x.layout != torch.strided for x in inputs):
-            return
-        self.done = True
-        shapes = [f"{list(x.shape)} {x.dtype}" for x in inputs]
-        other = difference(self.comm, {"other shapes or dtypes": shapes, "other values": checksum(inputs)})
-        if other is not None:
-            raise ValueError(
-                f"{type(module).__name__}: the batch on rank {other.rank} has {other.what} than on rank 0; all "
-                f"{self.comm.size} tensor-parallel ranks need the same batch: give the sampler the rank of the "
-                "data-parallel communicator, not the global rank"
-            )
-
-
-def checksum(tensors: Iterable[Tensor]) -> int:
-    """Return the CRC-32 of the bytes of dense tensors."""
-    total = 0
-    for x in tensors:
-        data = x.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-        if data.numel():
-            total = zlib.crc32((ctypes.c_char * data.nbytes).from_address(data.data_ptr()), total)
-    return total
 
 
 # ------------------------------------------------------------------------------------------------- random numbers

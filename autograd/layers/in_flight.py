@@ -8,6 +8,7 @@ from typing import Any
 from pynccl import Communicator
 from pynccl.bindings.resource import destructor
 
+from ..agreement import check_not_in_group
 from ..streams import KeepAliveList, side_stream
 from ..torch_internals import queue_callback
 
@@ -16,6 +17,7 @@ class InFlight:
     """A collective that `launch(stream)` enqueued on the communicator's side stream. It keeps the buffers alive."""
 
     def __init__(self, comm: Communicator, launch: Callable[[Any], object]) -> None:
+        check_not_in_group("DataParallelGradients")
         self._side, self._keep = side_stream(comm), KeepAliveList()
         self._launch_stream = self._side.wait_for_caller()
         launch(self._side.handle(self._keep))

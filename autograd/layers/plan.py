@@ -16,6 +16,7 @@ from pynccl.bindings.values import shown
 from ..arguments import as_int
 from ..overlap.config import Overlap
 from ..wire import Dtype
+from .dropout import FUNCTIONS, Dropout
 
 NAME = "parallelize"
 
@@ -106,9 +107,13 @@ class PlannedModel:
         return next((placement for of_one in roles for placement in PLACEMENTS if placement in of_one), None)
 
     def dropouts(self) -> dict[str, str | None]:
-        """Return the placement of each nn.Dropout, by path."""
-        modules = self.model.named_modules()
-        return {path: self.placement(path) for path, module in modules if path and type(module) is nn.Dropout}
+        """Return the placement of each of torch's dropout modules, subclasses included, by path."""
+        found = {}
+        for path, module in self.model.named_modules():
+            by_function = path in self.sites and self.sites[path].function is not None
+            if path and isinstance(module, tuple(FUNCTIONS)) and not isinstance(module, Dropout) and not by_function:
+                found[path] = self.placement(path)
+        return found
 
     def config_heads(self, name: str, path: str) -> int:
         """Return config.<name> of the full model, or of the outermost module on the path that has it."""

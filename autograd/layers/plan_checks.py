@@ -13,6 +13,7 @@ from torch import nn
 from pynccl.bindings.values import shown
 
 from ..arguments import as_int
+from .dropout import ELEMENTWISE, FUNCTIONS
 from .plan import NAME, PlannedModel, Site, ancestors, is_within, names_read, probability, reads, reject, widths_of
 from .shards import Sharded
 
@@ -217,6 +218,22 @@ def _check_heads(planned: PlannedModel, path: str, columns: Iterable[Site], inpu
                 f" computes all {outputs // width} heads of width {width} on every rank, but {site.path} is sharded by "
                 f"heads over {planned.comm.size} ranks, so the heads would not match; use ('key_value', {{'heads': "
                 "...}) or ('column', {'heads': ...})",
+            )
+
+
+def check_dropouts(planned: PlannedModel) -> None:
+    """Check that a rank can draw the masks of its shards: those of the elements, without regard to the others."""
+    for path, placement in planned.dropouts().items():
+        kind: Any = type(planned.model.get_submodule(path))
+        if planned.comm.size == 1 or not planned.has_partial_gradients(placement) or kind in ELEMENTWISE:
+            continue
+        if probability(planned.model.get_submodule(path)) > 0:
+            does = "zeroes whole channels" if kind in FUNCTIONS else "subclasses one of torch's dropout modules"
+            reject(
+                path,
+                f" ({kind.__name__}) {does}, but is {placement!r}: whether the ranks need equal masks depends on its "
+                "input; use torch.nn.Dropout or AlphaDropout, p=0, or a function in the plan that makes a layer, which "
+                "draws within ad.rng.sharded(comm) if the masks must differ",
             )
 
 

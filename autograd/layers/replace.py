@@ -21,12 +21,10 @@ from ..mesh import Mesh
 from ..overlap.config import Overlap
 from ..torch_internals import has_hooks, has_no_values
 from ..wire import Dtype
-from .dropout import Dropout
+from .dropout import ELEMENTWISE, FUNCTIONS, Dropout
 from .hooks import (
-    CheckSameInput,
     GatherInput,
     SequenceSharding,
-    checksum,
     handle_sharded_logits,
     hook_modules,
     hook_outputs,
@@ -36,6 +34,7 @@ from .linear import ColumnParallelLinear, KeyValueLinear, RowParallelLinear
 from .plan import LAYER_ROLES, NAME, PlannedModel, Site, read, reads, widths_of
 from .plan_checks import (
     KeptModule,
+    check_dropouts,
     check_kept_modules,
     check_sharded_layers,
     check_tied,
@@ -43,6 +42,7 @@ from .plan_checks import (
     tied_parameters,
     warn_unmentioned,
 )
+from .same_input import CheckSameInput, checksum
 from .shard import Shard
 from .shards import Sharded, set_shard, shard_of
 from .vocabulary import VocabParallelEmbedding, VocabParallelHead
@@ -118,14 +118,15 @@ def parallelize(
     "attention_dropout" this module applies dropout to this rank's heads in its forward. Option: p, the name of its
                         attribute that is the probability or a dropout module
 
-    nn.Dropout modules that the plan mentions become `ad.Dropout`: with random numbers of each rank's own if they are
-    "partial", or "sequence" with sequence parallelism; with equal ones if they, or a module around them, are
-    "replicated".
+    torch's dropout modules that the plan mentions become `ad.Dropout`: with random numbers of each rank's own if they
+    are "partial", or "sequence" with sequence parallelism; with equal ones if they, or a module around them, are
+    "replicated". Those that zero whole channels (Dropout1d, 2d, 3d and FeatureAlphaDropout) and subclasses must be
+    "replicated", unless p is 0.
 
-    Raises ValueError or TypeError, on every rank and before the model is changed, with the name of the module. The
-    first forward pass raises ValueError if the ranks have different batches. Warns (UserWarning) about modules with
-    parameters, and dropout, that the plan does not mention: they are replicated; and if the weights are not equal on
-    all ranks.
+    Raises ValueError or TypeError, on every rank and before the model is changed, with the name of the module. A
+    forward pass raises ValueError if the ranks have different inputs; on a GPU, the next one does. Warns (UserWarning)
+    about modules with parameters, and dropout, that the plan does not mention: they are replicated; and if the weights
+    are not equal on all ranks.
     """
     check_comm(NAME, comm, model=model)
     comm.check_alive()
@@ -164,6 +165,7 @@ def _checked(
     kept = kept_modules(planned)
     check_sharded_layers(planned)
     check_kept_modules(planned, kept)
+    check_dropouts(planned)
     check_tied(planned, kept, layers)
     return layers, kept
 
@@ -305,10 +307,9 @@ def replace(
     """
     model, meshes = planned.model, dict[int, Mesh]()
     for path, placement in planned.dropouts().items():
-        if placement is not None:
-            old: Any = model.get_submodule(path)
-            new = Dropout(old.p, planned.comm, planned.has_partial_gradients(placement), old.inplace)
-            _replace_module(model, path, new.train(old.training))
+        old, sharded = model.get_submodule(path), planned.has_partial_gradients(placement)
+        if placement is not None and type(old) in (ELEMENTWISE if sharded else FUNCTIONS):
+            _replace_module(model, path, Dropout.like(old, planned.comm, sharded))
     for modules in list(_initialization_steps(model)):
         _initialize(modules.values(), planned.comm, init, getattr(model, "_init_weights", None))
         for site in [planned.sites[path] for path in modules if path in planned.sites]:

@@ -18,10 +18,10 @@ import pynccl
 from pynccl import Communicator
 from pynccl.watch.attribution import attribute_calls
 
+from ..agreement import check_not_in_group
 from ..collective import (
     Collective,
     CollectiveCall,
-    check_not_in_group,
     enter_backward,
     operation,
     record_forward_call,

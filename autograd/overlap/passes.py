@@ -20,6 +20,7 @@ from pynccl.bindings.values import attribute, shown
 from pynccl.comm.observers import observers
 from pynccl.watch.attribution import attribute_calls
 
+from ..agreement import check_not_in_group
 from ..arguments import check_reduce_dtype
 from ..collective import enter_backward, record_forward_call, require_grad
 from ..torch_internals import (
@@ -103,6 +104,7 @@ class MatmulCall:
             self.backward = pass_key(backward, rows, w, config.backward, self.reduce_dtype)
         if key is self.backward is None:
             return composed(x, w, bias)
+        check_not_in_group(self.caller)
         route = route_of(comm, self.owner, key, self.backward)
         with route.call.timed(x):
             if route.composed:
@@ -165,6 +167,7 @@ class Pass(NamedTuple):
 @contextmanager
 def open_pass(call: MatmulCall, decision: Decision, config: OverlapConfig, like: Tensor) -> Iterator[Pass]:
     """Open the lanes and the workspace of a pass that overlaps."""
+    check_not_in_group(call.caller)
     workspace = call.workspace or workspace_of(call.comm)
     comm, limit = limited(workspace.carrier or call.comm, config, decision.method)
     lanes = Lanes(comm, decision.compute_streams, config.priority, limit, call.owner, decision)

@@ -20,7 +20,7 @@ from pynccl.bindings.values import instance, shown
 from pynccl.bindings.workers import Clock, Wait
 from pynccl.comm.observers import observing
 
-from ..agreement import gathered, raise_on_all_ranks
+from ..agreement import check_not_in_group, gathered, raise_on_all_ranks
 from ..arguments import check_comm
 from ..torch_internals import profiler_enabled
 from . import merge
@@ -102,6 +102,8 @@ class Tracing(Shared):
 
     def __enter__(self) -> Tracing:
         comm, recorded = self._comm, contextlib.ExitStack()
+        if comm is not None:
+            check_not_in_group("trace")
         problem: Exception | None = None
         claimed = False
         try:

@@ -118,3 +118,66 @@ def check_errors(comm: Communicator) -> None:
 
 def test_unseeded_dropout_raises_and_an_error_leaves_the_rng_block(ranks: RankPool) -> None:
     ranks.run(2, check_errors)
+
+
+class OwnDropout(nn.Dropout):
+    """A subclass of torch's."""
+
+
+CHANNELS: list[type[Any]] = [nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout]
+KINDS: list[type[Any]] = [nn.Dropout, nn.AlphaDropout, *CHANNELS, OwnDropout]
+SHAPES = {nn.Dropout2d: (2, 40, 3, 3), nn.Dropout3d: (2, 40, 3, 3, 3)}
+
+
+def with_layer(comm: Communicator, layer: nn.Module, role: Any, sequence_parallel: bool = False) -> Any:
+    """Return a parallelized model with a dropout layer between sharded ones."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), layer, nn.Linear(8, 4))
+    plan = {"0": "column", "2": "row"} | ({} if role is None else {"1": role})
+    return ad.parallelize(model, comm, plan, sequence_parallel)
+
+
+def compare_kinds(comm: Communicator) -> None:
+    for kind in KINDS:
+        x, sharded = torch.ones(SHAPES.get(kind, (2, 40, 9))), kind in (nn.Dropout, nn.AlphaDropout)
+        for role, sequence_parallel in (("partial", False), ("sequence", True)) if sharded else ():
+            layer = with_layer(comm, kind(0.5), role, sequence_parallel)[1]
+            ad.rng.seed(5, comm)
+            with ad.rng.sharded(comm):
+                own = kind(0.5)(x)
+            ad.rng.seed(5, comm)
+            y = layer(x)
+            torch.testing.assert_close(y, own)
+            first, second = ad.all_gather(y, comm, 0, grad="sum").chunk(2)
+            assert not torch.equal(first, second)
+        for role, sequence_parallel in (("replicated", False), ("sequence", False)):
+            layer = with_layer(comm, kind(0.5), role, sequence_parallel)[1]
+            ad.rng.seed(5, comm)
+            y = layer(x)
+            torch.manual_seed(5)
+            torch.testing.assert_close(y, kind(0.5)(x))
+            assert torch.equal(layer.eval()(x), x) and not torch.equal(y, x)
+            if kind is not OwnDropout:
+                with ad.rng.sharded(comm):
+                    y = layer.train()(x)
+                assert torch.equal(*ad.all_gather(y, comm, 0, grad="sum").chunk(2))
+
+
+def reject_kinds(comm: Communicator) -> None:
+    for kind in (*CHANNELS, OwnDropout):
+        for role, sequence_parallel in (("partial", False), ("sequence", True)):
+            model = nn.Sequential(nn.Linear(4, 8), kind(0.5), nn.Linear(8, 4))
+            with pytest.raises(ValueError, match=rf"^parallelize: 1 \({kind.__name__}\) .*, but is '{role}': .*use "):
+                ad.parallelize(model, comm, {"0": "column", "1": role, "2": "row"}, sequence_parallel)
+            assert type(model[0]) is nn.Linear
+            with_layer(comm, kind(0.0), role, sequence_parallel)
+        own = kind(0.5)
+        assert with_layer(comm, own, ["partial", lambda module, comm: module])[1] is own
+    for kind in KINDS:
+        with pytest.warns(UserWarning, match="does not mention 1: they are replicated"):
+            with_layer(comm, kind(0.5), None)
+
+
+@pytest.mark.parametrize("function", [compare_kinds, reject_kinds])
+def test_all_dropout_modules_of_torch_are_replaced_or_rejected(ranks: RankPool, function: Any) -> None:
+    ranks.run(2, function)

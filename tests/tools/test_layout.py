@@ -56,7 +56,7 @@ ORDER: dict[str, str] = {
         overlap.reporting overlap.limits overlap.matmul overlap.gathering overlap.reducing overlap.passes
         overlap.slices overlap.patterns overlap.functions overlap.comm_overlap
         overlap layers.dtensors layers.shard layers.shards layers.in_flight layers.gradients layers.linear
-        layers.vocabulary layers.dropout layers.plan layers.plan_checks layers.hooks layers.replace
+        layers.vocabulary layers.dropout layers.plan layers.plan_checks layers.same_input layers.hooks layers.replace
         layers.checkpoint_files layers.checkpoint layers.checkpoint_optimizer
         layers.buckets layers.data_parallel layers.optimizers layers.scaler layers plans nn
         tracing.recording tracing.merge tracing.tracing
