@@ -307,6 +307,22 @@ def is_hooked(module: torch.nn.Module) -> bool:
     return has_hooks(module)
 
 
+# Classes of modules that wrap another module, and the attribute that holds it. They need not be imported.
+WRAPPERS = {
+    "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper": "_checkpoint_wrapped_module",
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "_fsdp_wrapped_module",
+    "torch.nn.parallel.distributed.DistributedDataParallel": "module",
+}
+WRAPPED_MODULES = frozenset(WRAPPERS.values())
+
+
+def wrapped_in(module: object) -> str | None:
+    """Return the name of the attribute that holds the module that this one wraps; None: it wraps none."""
+    names = (f"{base.__module__}.{base.__qualname__}" for base in type(module).__mro__)
+    return next((WRAPPERS[name] for name in names if name in WRAPPERS), None)
+
+
 @contextlib.contextmanager
 def hooking_all_modules() -> Iterator[None]:
     """Make `is_hooked` ignore the global hooks of a trace, which do not change results."""

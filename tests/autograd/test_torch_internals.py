@@ -9,5 +9,5 @@ from pynccl_autograd import torch_internals
 
 def test_internal_names_of_torch_exist() -> None:
     assert torch_internals.NAMES
-    for name in (*torch_internals.NAMES, *torch_internals.INDUCTOR):
+    for name in (*torch_internals.NAMES, *torch_internals.INDUCTOR, *torch_internals.WRAPPERS):
         assert pkgutil.resolve_name(name) is not None, name
