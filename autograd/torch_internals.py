@@ -7,6 +7,7 @@ else keeps working. tests/autograd/test_torch_internals.py checks that all of th
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import pkgutil
@@ -315,8 +316,14 @@ profiler_enabled: Callable[[], bool] = _find("torch.autograd._profiler_enabled")
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors in nested lists, tuples and dicts."""
-    return [leaf for leaf in _tree_leaves(value) if isinstance(leaf, Tensor)]
+    """Return the tensors in nested lists, tuples, dicts and dataclasses."""
+    found: list[Tensor] = []
+    for leaf in _tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            found += tensors_in([getattr(leaf, one.name) for one in dataclasses.fields(leaf)])
+    return found
 
 
 # Modules.
@@ -324,7 +331,23 @@ def tensors_in(value: Any) -> list[Tensor]:
 # Whether global module hooks are registered.
 _any_hook_on_all = _find("torch.nn.modules.module._has_any_global_hook")
 _traced: list[bool] = []  # one entry per active trace: whether there were other global hooks before it
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# The hooks of a module that look at its inputs and outputs, with their options; those of its gradients and states.
+FORWARD_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
+BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
+STATE_HOOKS = (
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+# The hooks of a tensor's gradient.
+TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def is_hooked(module: torch.nn.Module) -> bool:
@@ -332,7 +355,28 @@ def is_hooked(module: torch.nn.Module) -> bool:
     compiled with module.compile()."""
     if (_traced[0] if _traced else _any_hook_on_all()) or module._compiled_call_impl is not None:
         return True
-    return has_hooks(module)
+    return has_any(module, (*FORWARD_HOOKS, *BACKWARD_HOOKS))
+
+
+# Classes of modules that wrap another module, and the attribute that holds it. They need not be imported.
+WRAPPERS = {
+    "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper": "_checkpoint_wrapped_module",
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "_fsdp_wrapped_module",
+    "torch.nn.parallel.distributed.DistributedDataParallel": "module",
+}
+WRAPPED_MODULES = frozenset(WRAPPERS.values())
+
+
+def wrapped_in(module: object) -> str | None:
+    """Return the name of the attribute that holds the module that this one wraps; None: it wraps none."""
+    names = (f"{base.__module__}.{base.__qualname__}" for base in type(module).__mro__)
+    return next((WRAPPERS[name] for name in names if name in WRAPPERS), None)
+
+
+def uncompiled(model: Any) -> Any:
+    """Return the module that torch.compile wraps, and compiles when it is called; any other object as it is."""
+    return model._orig_mod if wrapped_in(model) == "_orig_mod" else model
 
 
 @contextlib.contextmanager
@@ -345,9 +389,16 @@ def hooking_all_modules() -> Iterator[None]:
         _traced.pop()
 
 
-def has_hooks(module: torch.nn.Module) -> bool:
-    """Return whether a hook is registered on the module; True if this torch has no such attribute."""
-    return any(getattr(module, name, True) for name in _HOOKS)
+def has_any(owner: object, hooks: Sequence[str]) -> bool:
+    """Return whether such a hook is registered on the module or tensor; True if this torch has no such attribute."""
+    return any(getattr(owner, name, True) for name in hooks)
+
+
+def move_forward_hooks(old: torch.nn.Module, new: torch.nn.Module) -> None:
+    """Give the hooks of a module's inputs and outputs to the new module that replaces it, which has none. Both have the
+    same dicts, so that a handle of the old one removes its hook."""
+    for name in FORWARD_HOOKS:
+        setattr(new, name, getattr(old, name))
 
 
 def own_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:

@@ -1,7 +1,8 @@
 """Full state dicts and checkpoints of models with sharded parameters.
 
-Names and shapes are those of the unsharded model. So any number of ranks can load a checkpoint, and so can plain torch.
-One full tensor at a time is in memory; on rank 0, when it writes files, the tensors of one file.
+Names and shapes are those of the unsharded model, without the names of modules that wrap others. So any number of ranks
+can load a checkpoint, and so can plain torch. One full tensor at a time is in memory; on rank 0, when it writes files,
+the tensors of one file.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pynccl.bindings.values import instance, shown
 
 from ..agreement import raise_on_all_ranks, run_on_all_ranks, try_call
 from ..arguments import check_comm
+from ..names import plain_name, plain_names
 from .checkpoint_files import Path_, Saving, Source, check_types, source_of
 from .dtensors import distribute_like, full_tensor, local_tensor
 from .shard import Shard
@@ -60,11 +62,15 @@ class Entry(NamedTuple):
         return full.to("cpu", copy=full.data_ptr() == local_tensor(self.tensor).data_ptr())
 
 
+def _state_of(model: nn.Module) -> dict[str, Any]:
+    return {plain_name(model, name): value for name, value in model.state_dict(keep_vars=True).items()}
+
+
 def entries_of(model: nn.Module) -> tuple[list[Entry], dict[str, Any]]:
     """Return the tensors of the model's state dict, and its other values by name (from `get_extra_state`)."""
     found: dict[int, Entry] = {}
     others: dict[str, Any] = {}
-    for name, value in model.state_dict(keep_vars=True).items():
+    for name, value in _state_of(model).items():
         if isinstance(value, Tensor):
             found.setdefault(id(value), Entry([], value, shard_of(value))).names.append(name)
         else:
@@ -108,9 +114,10 @@ def full_state_dict(model: nn.Module, comm: Communicator | None = None, rank0_on
                 which the others were split
     rank0_only  True: ranks other than 0 get {}, so that only one has the full model in memory. False: all get it
 
-    Parameters are gathered one at a time. Buffers and replicated parameters are this rank's. Tied parameters stay tied.
-    ValueError if a tensor is on the meta device, or if the parameters are sharded over unrelated communicators and comm
-    is not given.
+    Modules that wrap others (torch.compile, activation checkpointing, DDP) do not show in the names, as in torch's
+    get_model_state_dict. Parameters are gathered one at a time. Buffers and replicated parameters are this rank's. Tied
+    parameters stay tied. ValueError if a tensor is on the meta device, or if the parameters are sharded over unrelated
+    communicators and comm is not given.
     """
     comm = comm_of("full_state_dict", model, comm)
     entries, others = entries_of(model)
@@ -122,7 +129,7 @@ def full_state_dict(model: nn.Module, comm: Communicator | None = None, rank0_on
             full.update(dict.fromkeys(entry.names, entry.gather_to_cpu()))
         else:
             entry.gather()
-    return {name: full[name] for name in model.state_dict(keep_vars=True)} if keep else {}
+    return {name: full[name] for name in _state_of(model)} if keep else {}
 
 
 def save_full_state_dict(
@@ -213,7 +220,7 @@ def load_full_state_dict(
             one of them, which each rank maps into memory. If only rank 0 has it, pass None on the other ranks: rank 0
             broadcasts one tensor at a time
     strict  True: raise RuntimeError if the names in the checkpoint and in the model differ, as Module.load_state_dict
-            does. Nothing is loaded then
+            does. Nothing is loaded then. Names of a wrapped model ("_orig_mod.", "module.") are those without wrappers
     comm    as for `full_state_dict`
     device  where to allocate tensors that are on the meta device, one at a time; None: the communicator's device
 
@@ -224,13 +231,14 @@ def load_full_state_dict(
     """
     operation = "load_full_state_dict"
     comm = comm_of(operation, model, comm)
-    source = source_of(operation, comm, state)
     entries, extra = entries_of(model)
+    known = {*extra, *(name for entry in entries for name in entry.names)}
+    source = source_of(operation, comm, state)
+    source = source.renamed(plain_names(model, [*source.shapes, *source.others], known))
     # Of a tied parameter's names, the last one in the checkpoint counts, as in torch's load_state_dict.
     names = [next((name for name in reversed(entry.names) if name in source.shapes), None) for entry in entries]
     missing = [name for entry, there in zip(entries, names, strict=True) if there is None for name in entry.names]
     missing += [name for name in extra if name not in source.others]
-    known = {*extra, *(name for entry in entries for name in entry.names)}
     found = IncompatibleKeys(missing, [name for name in (*source.shapes, *source.others) if name not in known])
     run_on_all_ranks(comm, lambda: _check_load(model, source, entries, found if strict else None))
     problem: Exception | None = None
@@ -240,9 +248,10 @@ def load_full_state_dict(
             _, wrong = try_call(partial(_load, model, entry, source, name, device, comm))
             problem = problem or wrong
     raise_on_all_ranks(comm, problem)
+    modules = {plain_name(model, path): module for path, module in model.named_modules()}  # the innermost counts
     for name in extra:
         if name in source.others:
-            model.get_submodule(name.rpartition(".")[0]).set_extra_state(source.others[name])
+            modules[name.rpartition(".")[0]].set_extra_state(source.others[name])
     return found
 
 
@@ -269,7 +278,8 @@ def _keys_error(which: str, names: list[str]) -> list[str]:
 
 def _left_on_meta(model: nn.Module) -> list[str]:
     kept = {id(value) for value in model.state_dict(keep_vars=True).values()}
-    names = ", ".join(name for name, buffer in model.named_buffers() if buffer.is_meta and id(buffer) not in kept)
+    left = (name for name, buffer in model.named_buffers() if buffer.is_meta and id(buffer) not in kept)
+    names = ", ".join(plain_name(model, name) for name in left)
     text = f"non-persistent buffers on the meta device, which no checkpoint has: {names}; compute them first"
     return [text] if names else []
 

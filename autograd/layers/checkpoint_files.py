@@ -39,6 +39,16 @@ class Source(NamedTuple):
     others: dict[str, Any]  # values that are not tensors
     read: Callable[[str], Tensor]
 
+    def renamed(self, names: Mapping[str, str]) -> Source:
+        """Return the source with other names. names: old name -> new one"""
+        old = {new: one for one, new in names.items()}
+
+        def with_names(values: dict[str, Any]) -> dict[str, Any]:
+            return {names[name]: value for name, value in values.items()}
+
+        tables = with_names(self.shapes), with_names(self.dtypes), with_names(self.others)
+        return Source(*tables, lambda name: self.read(old[name]))
+
 
 def _package(operation: str) -> Any:
     """Import and return safetensors, with its submodule torch."""

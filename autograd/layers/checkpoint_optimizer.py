@@ -14,6 +14,7 @@ from pynccl import Communicator
 from pynccl.bindings.values import instance, shown
 
 from ..agreement import difference, raise_on_all_ranks, run_on_all_ranks, try_call
+from ..names import plain_name, plain_names
 from .checkpoint import Entry, check_values, comm_of, entries_of, is_first
 from .checkpoint_files import Source, source_of
 from .dtensors import distribute_like
@@ -77,7 +78,7 @@ def load_full_optimizer_state_dict(
     operation = "load_full_optimizer_state_dict"
     comm = comm_of(operation, model, comm)
     names = run_on_all_ranks(comm, lambda: _names_in(operation, model, optimizer))
-    flat = run_on_all_ranks(comm, lambda: None if state is None else _flattened(operation, state))
+    flat = run_on_all_ranks(comm, lambda: None if state is None else _flattened(operation, state, model, names))
     source = source_of(operation, comm, flat)
     groups = source.others.pop("")
     run_on_all_ranks(comm, lambda: _check_checkpoint(operation, optimizer, names, groups, source.shapes))
@@ -101,7 +102,7 @@ def load_full_optimizer_state_dict(
 def _names_in(operation: str, model: nn.Module, optimizer: Any) -> dict[Tensor, str]:
     """Return the name of each of the optimizer's parameters, in its order."""
     instance(optimizer, torch.optim.Optimizer, f"{operation}: optimizer", "a torch.optim.Optimizer")
-    known = {parameter: name for name, parameter in model.named_parameters()}
+    known = {parameter: plain_name(model, name) for name, parameter in model.named_parameters()}
     found: dict[Tensor, str] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -154,11 +155,15 @@ def _read_local(source: Source, row: str, parameter: Tensor) -> Tensor:
     return distribute_like(local, parameter) if local.shape == parameter.shape else local
 
 
-def _flattened(operation: str, state: Any) -> dict[str, Any]:
-    """Return one dict of all values, by name and key of the state, with the groups under ""."""
+def _flattened(operation: str, state: Any, model: nn.Module, known: Mapping[Tensor, str]) -> dict[str, Any]:
+    """Return one dict of all values, by plain name and key of the state, with the groups under ""."""
     try:
-        groups = [dict(group) for group in state["param_groups"]]
-        rows = {f"{name}{_SEPARATOR}{key}": one for name, row in state["state"].items() for key, one in row.items()}
+        saved = [dict(group) for group in state["param_groups"]]
+        found = dict.fromkeys([*state["state"], *(name for group in saved for name in group.get("params", ()))])
+        names = plain_names(model, [name for name in found if isinstance(name, str)], known.values())
+        groups = [{**group, "params": [names.get(one, one) for one in group.get("params", ())]} for group in saved]
+        values = {names.get(name, name): row for name, row in state["state"].items()}
+        rows = {f"{name}{_SEPARATOR}{key}": one for name, row in values.items() for key, one in row.items()}
         return {"": groups, **rows}
     except (TypeError, KeyError, AttributeError, ValueError):
         raise TypeError(

@@ -26,6 +26,7 @@ from pynccl.bindings.values import attribute, instance, shown
 
 from ..agreement import difference
 from ..arguments import check_comm, check_reduce_dtype, storage_was_freed
+from ..names import plain_name
 from ..streams import producer_stream, wait_for
 from ..torch_internals import backward_pass, tensors_in
 from ..wire import NCCL_DTYPES, REAL_OF, Dtype
@@ -262,7 +263,7 @@ class DataParallelGradients(Shared):
 
 def _trainable(model: nn.Module, comm: Communicator) -> list[Named]:
     """Return the parameters that require a gradient. ValueError or TypeError if one cannot be averaged."""
-    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    named = [(plain_name(model, name), one) for name, one in model.named_parameters() if one.requires_grad]
     if not named:
         raise ValueError("DataParallelGradients: the model has no parameter that requires a gradient")
     for name, parameter in named:

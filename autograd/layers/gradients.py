@@ -18,6 +18,7 @@ from pynccl import Communicator
 from pynccl.bindings.values import instance, listed, shown
 
 from ..agreement import DeferredCheck, check_not_in_group
+from ..names import plain_name
 from ..ops.all_reduce import all_reduce
 from ..streams import is_capturing
 from .dtensors import is_dtensor, local_tensor, sharding_groups
@@ -257,7 +258,7 @@ def _check_equal(parameters: list[Any], wrong: list[bool]) -> None:
 def _name_of(parameter: Tensor | None) -> str:
     """Return the longest path to the parameter from any module of this process; for errors, since it looks at all."""
     modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
-    paths = [path for one in modules for path, there in one.named_parameters() if there is parameter]
+    paths = [plain_name(one, path) for one in modules for path, there in one.named_parameters() if there is parameter]
     return max(paths, key=len, default="a parameter" if parameter is None else f"one of shape {list(parameter.shape)}")
 
 

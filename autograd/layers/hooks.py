@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
+from dataclasses import FrozenInstanceError, fields, is_dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from pynccl import Communicator
+from pynccl.bindings.values import shown
 
 from .. import rng
 from ..arguments import as_int
@@ -26,7 +28,7 @@ from ..torch_internals import own_parameters, reentrant_checkpoints
 from .plan import NAME, PlannedModel, is_within, names_read, probability
 from .shard import Shard
 from .shards import Sharded, set_shard, shard_of
-from .vocabulary import VocabParallelHead, rows_of_ranks, vocab_parallel_cross_entropy
+from .vocabulary import VocabParallelEmbedding, VocabParallelHead, rows_of_ranks, vocab_parallel_cross_entropy
 
 # ------------------------------------------------------------------------------------------------- the sequence
 
@@ -60,20 +62,59 @@ class SequenceSharding:
             )
         return split(x, self.comm, dim)
 
-    def end(self, _: nn.Module, args: Any, output: Any) -> Any:
-        """Gather the first tensor of a module's output: a forward hook."""
-        if isinstance(output, tuple):
-            return (self.end(_, args, output[0]), *output[1:])
-        if self.is_sharded:
-            return all_gather(output, self.comm, self.seq_dim, grad="replicated")
+    def end(self, path: str, module: nn.Module, args: Any, output: Any) -> Any:
+        """Gather the first tensor in the output of the module at `path`: with it, a forward hook."""
+        found: list[Tensor] = []
+
+        def gathered(value: Any) -> Any:
+            if found or not isinstance(value, Tensor):
+                return value if found else map_items(gathered, value)
+            found.append(value)
+            if value.dim() <= self.seq_dim or not self.is_sharded:
+                return value
+            return all_gather(value, self.comm, self.seq_dim, grad="replicated")
+
+        result = gathered(output)
+        if not found or found[0].dim() <= self.seq_dim:
+            what = f"the first tensor of its output has shape {list(found[0].shape)}" if found else "it has none"
+            raise TypeError(
+                f"{NAME}: {path} is 'sequence_end' and returned {shown(output)}; expected hidden states, with a "
+                f"sequence in dimension {self.seq_dim}, as the first tensor in a tuple, list, dict or dataclass, but "
+                f"{what}"
+            )
         self._set(True)
-        return output
+        return result
 
     def _set(self, is_sharded: bool) -> None:
         if self.is_sharded != is_sharded:
             self.is_sharded = is_sharded
             for layer in self.layers:
                 layer.sequence_parallel = is_sharded
+
+
+def map_items(function: Callable[[Any], Any], value: Any) -> Any:
+    """Replace the items of a tuple, list, NamedTuple, dict or dataclass by the function's results: in place, or in a
+    new object if it cannot be changed. Other objects, such as the caches of transformers, are returned as they are."""
+    items: dict[Any, Any] = {}
+    if isinstance(value, MutableMapping):
+        items = dict(value)
+    elif isinstance(value, (tuple, list)):
+        items = dict(enumerate(value))
+    elif is_dataclass(value) and not isinstance(value, type):
+        items = {one.name: getattr(value, one.name) for one in fields(value)}
+    changed = {key: new for key, old in items.items() if (new := function(old)) is not old}
+    if changed and isinstance(value, tuple):
+        made: Any = {**items, **changed}.values()
+        return type(value)._make(made) if hasattr(value, "_make") else type(value)(made)
+    for key, one in changed.items():
+        if isinstance(value, (MutableMapping, list)):
+            value[key] = one
+            continue
+        try:
+            setattr(value, key, one)
+        except FrozenInstanceError:
+            return replace(value, **changed)
+    return value
 
 
 class _InputHook:
@@ -176,15 +217,10 @@ class GatherOutput:
         self.sequence, self.heads = sequence, heads
 
     def __call__(self, _: nn.Module, args: Any, output: Any) -> Any:
-        if isinstance(output, MutableMapping):
-            for name, value in list(output.items()):
-                output[name] = self._of_layers(value)
-        elif type(output) in (tuple, list):
-            return type(output)(map(self._of_layers, output))
-        return output
+        return map_items(self._of_layers, output)
 
     def _of_layers(self, value: Any) -> Any:
-        return type(value)(map(self._gathered, value)) if type(value) in (tuple, list) else value
+        return map_items(self._gathered, value) if isinstance(value, (tuple, list)) else value
 
     def _gathered(self, x: Any) -> Any:
         """Gather x if it is a shard of hidden states [.., s/N, ..], of router logits [tokens/N, ..], or of attentions
@@ -251,6 +287,20 @@ def handle_sharded_logits(model: nn.Module, comm: Communicator) -> None:
             module.generate = partial(_reject_sharded_logits, "generate")  # type: ignore[assignment]
 
 
+def _resize_token_embeddings(
+    model: Any, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, *_: Any, **__: Any
+) -> Any:
+    """Return the embedding, as transformers does if its size does not change. It cannot change."""
+    embeddings = model.get_input_embeddings()
+    rows = embeddings.num_embeddings
+    if new_num_tokens in (None, rows) and (pad_to_multiple_of is None or rows % pad_to_multiple_of == 0):
+        return embeddings
+    raise RuntimeError(
+        f"resize_token_embeddings: new_num_tokens is {new_num_tokens} and pad_to_multiple_of {pad_to_multiple_of}, but "
+        f"the {rows} rows of the embedding are sharded over the ranks; call it before {NAME}"
+    )
+
+
 def _reject_labels(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if kwargs.get("labels") is not None:
         _reject_sharded_logits(f"{type(module).__name__} with labels")
@@ -296,13 +346,13 @@ def hook_modules(planned: PlannedModel, sequence: SequenceSharding) -> dict[str,
     for path, site in planned.sites.items():
         module, roles = site.module, site.roles
         if "sequence_begin" in roles and planned.sequence_parallel:
-            SplitInput(path, sequence, roles["sequence_begin"].get("input")).register(module)
+            SplitInput(site.title, sequence, roles["sequence_begin"].get("input")).register(module)
         if "shared_input" in roles:
             name = roles["shared_input"].get("input")
-            gather_inputs[path] = GatherInput(path, sequence, name, planned.sequence_parallel)
+            gather_inputs[path] = GatherInput(site.title, sequence, name, planned.sequence_parallel)
             gather_inputs[path].register(module)
         if "sequence_end" in roles and planned.sequence_parallel:
-            module.register_forward_hook(sequence.end)
+            module.register_forward_hook(partial(sequence.end, site.title))
         if "attention_dropout" in roles and probability(getattr(module, roles["attention_dropout"]["p"])) > 0:
             LocalRng(planned.comm).register(module)
     return gather_inputs
@@ -328,7 +378,8 @@ def hook_outputs(planned: PlannedModel, sequence: SequenceSharding) -> None:
 
 def preserve_shards(model: nn.Module) -> None:
     """Keep `parameter.shard` in copies of the model, also in modules that are not `Sharded`, and make save_pretrained
-    of transformers models reject this rank's shards."""
+    and resize_token_embeddings of transformers models reject this rank's shards."""
+    vocabulary = VocabParallelEmbedding, VocabParallelHead
     for module in model.modules():
         parameters = own_parameters(module)
         shards = {name: shard for name, one in parameters.items() if one is not None and (shard := shard_of(one))}
@@ -338,6 +389,8 @@ def preserve_shards(model: nn.Module) -> None:
             module.register_forward_pre_hook(restore)
         if hasattr(module, "save_pretrained") and any(shard_of(one) is not None for one in module.parameters()):
             module.save_pretrained = partial(_save_pretrained, module)  # type: ignore[assignment]
+        if hasattr(module, "resize_token_embeddings") and any(isinstance(one, vocabulary) for one in module.modules()):
+            module.resize_token_embeddings = partial(_resize_token_embeddings, module)  # type: ignore[assignment]
 
 
 class RestoreShards:

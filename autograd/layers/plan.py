@@ -44,12 +44,16 @@ _Roles = dict[str, dict[str, Any]]  # name -> options
 
 
 class Site(NamedTuple):
-    """A module that the plan matches, with its roles."""
+    """A module that the plan matches, with its roles. path: "" is the model itself"""
 
     path: str
     module: nn.Module
     roles: _Roles
-    shared: str = ""  # path of the "shared_input" module that contains it, if any
+    shared: str | None = None  # path of the "shared_input" module that contains it, if any
+
+    @property
+    def title(self) -> str:
+        return title_of(self.path, self.module)
 
     @property
     def parent(self) -> str:
@@ -99,7 +103,7 @@ class PlannedModel:
         return [site for site in self.sites.values() if role in site.roles]
 
     def children(self, path: str) -> list[Site]:
-        return [site for site in self.sites.values() if site.parent == path]
+        return [site for site in self.sites.values() if site.parent == path != site.path]
 
     def placement(self, path: str) -> str | None:
         """Return the placement that the plan gives a module, or the nearest module that contains it."""
@@ -117,7 +121,7 @@ class PlannedModel:
 
     def config_heads(self, name: str, path: str) -> int:
         """Return config.<name> of the full model, or of the outermost module on the path that has it."""
-        for around in ("", *reversed(ancestors(path))):
+        for around in reversed(ancestors(path)):
             heads = as_int(getattr(getattr(self.model.get_submodule(around), "config", None), name, None))
             if heads is not None:
                 return int(heads)
@@ -139,9 +143,14 @@ class PlannedModel:
 
 
 def ancestors(path: str) -> list[str]:
-    """Return the path and those of the modules that contain it, innermost first, without the model's."""
+    """Return the path and those of the modules that contain it, innermost first; the last one is "", the model's."""
     parts = path.split(".") if path else []
-    return [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
+    return [".".join(parts[:end]) for end in range(len(parts), -1, -1)]
+
+
+def title_of(path: str, module: nn.Module) -> str:
+    """Return the path as errors name it."""
+    return path or f"'' ({type(module).__name__}, the model itself)"
 
 
 def is_within(path: str, around: str) -> bool:
@@ -195,7 +204,7 @@ def read(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, Site]:
     sites = {}
     for path, module in modules.items():
         if path in found:
-            shared = next((one for one in sharing if path != one and is_within(path, one)), "")
+            shared = next((one for one in sharing if path != one and is_within(path, one)), None)
             sites[path] = Site(path, module, found[path], shared)
             _check_roles(sites[path])
     if plan and not any(site.layer or site.function for site in sites.values()):
@@ -203,7 +212,7 @@ def read(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, Site]:
     for one in sharing:
         if not any((site.function or site.is_column) and site.shared == one for site in sites.values()):
             reject(
-                one,
+                title_of(one, modules[one]),
                 " is 'shared_input', but no module in it is 'column'; expected one, since the gradient of the input is "
                 "summed over the ranks: remove 'shared_input'",
             )
@@ -212,25 +221,32 @@ def read(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, Site]:
 
 def _check_roles(site: Site) -> None:
     """Check that a module is replaced by one layer only, and then has no role of a module that is kept."""
+    if site.layer and not site.path:
+        reject(
+            site.title,
+            f" is {site.layer!r} in the plan, but only modules in a model are replaced; make the layer with "
+            "from_linear(model, comm), or put the model into a torch.nn.Sequential",
+        )
     others = [role for role in site.roles if role != site.layer]
     if site.layer and others:
         other = "a function" if others[0] == _FUNCTION else repr(others[0])
         reject(
-            site.path,
+            site.title,
             f" is both {site.layer!r} and {other} in the plan; keep one of them (roles of modules that are not "
             "replaced go to the module that contains it)",
         )
-    if site.shared and site.layer in ("vocab_embedding", "vocab_head"):
-        reject(site.path, f" is {site.layer!r}, but it is within {site.shared}, which is 'shared_input'; use 'column'")
+    if site.shared is not None and site.layer in ("vocab_embedding", "vocab_head"):
+        around = site.shared or "the model"
+        reject(site.path, f" is {site.layer!r}, but it is within {around}, which is 'shared_input'; use 'column'")
 
 
 def _matching(modules: Mapping[str, nn.Module], pattern: Any) -> list[str]:
     """Return the paths of the modules that the pattern matches."""
     if not isinstance(pattern, str):
         raise TypeError(f"{NAME}: the plan has the key {shown(pattern)}, expected a pattern of module paths (a str)")
-    paths = [path for path in modules if path and _matches(_names(modules, path), pattern.split("."))]
+    paths = [path for path in modules if _matches(_names(modules, path), pattern.split(".") if pattern else [])]
     if not paths and not pattern.startswith("**."):
-        near = [path for path in modules if path.rpartition(".")[2] == pattern.rpartition(".")[2]][:3]
+        near = [path for path in modules if path and path.rpartition(".")[2] == pattern.rpartition(".")[2]][:3]
         there = f"similar: {', '.join(near)}" if near else "see [name for name, _ in model.named_modules()]"
         reject("", f"the pattern {pattern!r} matches no module; {there}, or begin it with '**.' if it may match none")
     return paths
@@ -239,7 +255,7 @@ def _matching(modules: Mapping[str, nn.Module], pattern: Any) -> list[str]:
 def _names(modules: Mapping[str, nn.Module], path: str) -> list[tuple[str, ...]]:
     """Return the names of each part of a path: its own, and in a list also its index from the end ("-1" the last)."""
     found: list[tuple[str, ...]] = []
-    for one in reversed(ancestors(path)):
+    for one in reversed(ancestors(path)[:-1]):
         parent, _, name = one.rpartition(".")
         around = modules[parent]
         if isinstance(around, (nn.ModuleList, nn.Sequential)) and name.isdigit():

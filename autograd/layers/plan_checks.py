@@ -14,7 +14,19 @@ from pynccl.bindings.values import shown
 
 from ..arguments import as_int
 from .dropout import ELEMENTWISE, FUNCTIONS
-from .plan import NAME, PlannedModel, Site, ancestors, is_within, names_read, probability, reads, reject, widths_of
+from .plan import (
+    NAME,
+    PlannedModel,
+    Site,
+    ancestors,
+    is_within,
+    names_read,
+    probability,
+    reads,
+    reject,
+    title_of,
+    widths_of,
+)
 from .shards import Sharded
 
 # ------------------------------------------------------------------------------------------------- sharded layers
@@ -28,7 +40,7 @@ def check_sharded_layers(planned: PlannedModel) -> None:
     begins, ends = planned.of_role("sequence_begin"), planned.of_role("sequence_end")
     if planned.sequence_parallel and begins and not ends and not any(one.function for one in sites.values()):
         reject(
-            begins[0].path,
+            begins[0].title,
             " is 'sequence_begin', but no module after it is 'sequence_end', so the output would be a shard of the "
             "sequence; add 'sequence_end' to the module whose output must be gathered, besides 'sequence'",
         )
@@ -46,10 +58,10 @@ def _check_attributes(site: Site, ranks: int) -> None:
             value = operator.attrgetter(name)(site.module)
         except (AttributeError, TypeError):
             kind = type(site.module).__name__
-            reject(site.path, f": the plan names the attribute {shown(name)}, which {kind} does not have; correct it")
+            reject(site.title, f": the plan names the attribute {shown(name)}, which {kind} does not have; correct it")
         if name in site.divided and (as_int(value) is None or value % ranks):
             reject(
-                site.path,
+                site.title,
                 f": the plan divides the attribute {name!r}, which is {shown(value)}; expected an integer that is "
                 f"divisible by {ranks} ranks",
             )
@@ -73,7 +85,7 @@ def _check_counts(planned: PlannedModel, parent: str) -> None:
             missing.append(full_name)
     if missing:
         reject(
-            parent,
+            title_of(parent, module),
             f": the forward of {type(module).__name__} reads {' and '.join(missing)}, which counts the heads of all "
             f"ranks, but the plan shards them over {planned.comm.size} ranks; add the role ('divide', "
             f"{{'attributes': {[*divided, *missing]}}})",
@@ -108,6 +120,10 @@ class KeptModule(NamedTuple):
     expected: str | None  # the placement that fits the modules around; None: unknown, a function makes these
     reason: str  # why it is expected
 
+    @property
+    def title(self) -> str:
+        return title_of(self.path, self.module)
+
 
 def kept_modules(planned: PlannedModel) -> list[KeptModule]:
     """Return the modules that have parameters and are not replaced."""
@@ -131,8 +147,10 @@ _AMBIGUOUS = {  # reasons for which the placement cannot be inferred: then any o
 def _expected_placement(planned: PlannedModel, path: str, module: nn.Module) -> tuple[str, str]:
     """Return the placement that fits the modules around a module that is kept, and the reason."""
     for around in planned.of_role("shared_input"):
+        if path == around.path:  # its own parameters, before or after its layers
+            return "partial", _NEXT_TO_COLUMN
         if is_within(path, around.path):
-            return "partial", f"is within {around.path}, which is 'shared_input'"
+            return "partial", f"is within {around.title}, which is 'shared_input'"
     widths = [widths_of(site.module)[0] for site in _siblings(planned, path) if site.is_column]
     if widths and not any(one.dim() and one.shape[-1] in widths for one in module.parameters(recurse=False)):
         return "partial", _NEXT_TO_COLUMN
@@ -150,7 +168,7 @@ def _expected_placement(planned: PlannedModel, path: str, module: nn.Module) -> 
 
 def _siblings(planned: PlannedModel, path: str) -> list[Site]:
     """Return the matched children of the module itself, or of the nearest one around it, that has "column" layers."""
-    for around in [*ancestors(path), ""]:
+    for around in ancestors(path):
         children = planned.children(around)
         if any(site.is_column for site in children):
             return children
@@ -171,7 +189,7 @@ def check_kept_modules(planned: PlannedModel, kept: Iterable[KeptModule]) -> Non
         if not fits:
             found = f"is {entry.placement!r} in the plan" if entry.placement else "is not in the plan"
             layer = ", or 'column' or 'row' to shard it" if isinstance(entry.module, nn.Linear) else ""
-            reject(entry.path or type(entry.module).__name__, f" {entry.reason}, but {found}; use {expected}{layer}")
+            reject(entry.title, f" {entry.reason}, but {found}; use {expected}{layer}")
         if entry.placement == "partial" and planned.comm.size > 1:
             _check_sizes(planned, entry)
 
@@ -200,7 +218,7 @@ def _check_sizes(planned: PlannedModel, entry: KeptModule) -> None:
     too_large |= {count: path for count, path in heads.items() if count in counts and count not in (None, 1)}
     for size, path in too_large.items():
         reject(
-            entry.path,
+            entry.title,
             f" is sized for all {size} of {path}, which the plan shards over {planned.comm.size} ranks; shard it too, "
             "or put a function in the plan that makes this rank's layer",
         )
@@ -281,14 +299,13 @@ def check_tied(planned: PlannedModel, kept: Iterable[KeptModule], layers: Mappin
 def warn_unmentioned(planned: PlannedModel, kept: Iterable[KeptModule]) -> None:
     """Warn about modules with parameters, and dropout, that the plan does not mention."""
     names = [
-        entry.path or type(entry.module).__name__
+        entry.title
         for entry in kept
-        if entry.placement is None and entry.expected is not None
+        if entry.placement is None and entry.expected is not None and entry.path not in planned.sites
     ]
     for path, placement in planned.dropouts().items():
-        if placement is None and probability(planned.model.get_submodule(path)) > 0:
+        if placement is None and path not in planned.sites and probability(planned.model.get_submodule(path)) > 0:
             names.append(path)
-    names = [name for name in names if name not in planned.sites]
     if names:
         warnings.warn(
             f"{NAME}: the plan does not mention {', '.join(names[:10])}{', ...' if names[10:] else ''}: they are "

@@ -19,9 +19,19 @@ from ..agreement import difference, run_on_all_ranks
 from ..arguments import check_comm
 from ..mesh import Mesh
 from ..overlap.config import Overlap
-from ..torch_internals import has_hooks, has_no_values
+from ..torch_internals import (
+    BACKWARD_HOOKS,
+    STATE_HOOKS,
+    TENSOR_HOOKS,
+    has_any,
+    has_no_values,
+    move_forward_hooks,
+    uncompiled,
+    wrapped_in,
+)
 from ..wire import Dtype
 from .dropout import ELEMENTWISE, FUNCTIONS, Dropout
+from .dtensors import is_dtensor
 from .hooks import (
     GatherInput,
     SequenceSharding,
@@ -31,7 +41,7 @@ from .hooks import (
     preserve_shards,
 )
 from .linear import ColumnParallelLinear, KeyValueLinear, RowParallelLinear
-from .plan import LAYER_ROLES, NAME, PlannedModel, Site, read, reads, widths_of
+from .plan import LAYER_ROLES, NAME, PlannedModel, Site, read, reads, title_of, widths_of
 from .plan_checks import (
     KeptModule,
     check_dropouts,
@@ -90,9 +100,10 @@ def parallelize(
                        time and keeps this rank's shard, with the values that `model.apply(init)` gives the unsharded
                        model with the same seed
 
-    In a pattern, "*" matches one part of a path, "**" any number of parts; "layers.-1" is the last module of a list.
-    Each pattern must match a module, except those that begin with "**.". A role is one of the names below, a pair
-    (name, options), a function `f(module, comm)` that returns the replacement, or a list of these.
+    In a pattern, "*" matches one part of a path, "**" any number of parts; "layers.-1" is the last module of a list,
+    and "" the model itself: its own parameters, and modules in it that have no placement of their own. Each pattern
+    must match a module, except those that begin with "**.". A role is one of the names below, a pair (name, options), a
+    function `f(module, comm)` that returns the replacement, or a list of these.
 
     Roles of modules that are replaced:
 
@@ -118,6 +129,9 @@ def parallelize(
     "attention_dropout" this module applies dropout to this rank's heads in its forward. Option: p, the name of its
                         attribute that is the probability or a dropout module
 
+    Forward hooks and forward pre-hooks of a module that a layer or `ad.Dropout` replaces move to the new module. Other
+    hooks raise, and a function decides itself. Wrap modules (DistributedDataParallel, checkpoint_wrapper) afterwards.
+
     torch's dropout modules that the plan mentions become `ad.Dropout`: with random numbers of each rank's own if they
     are "partial", or "sequence" with sequence parallelism; with equal ones if they, or a module around them, are
     "replicated". Those that zero whole channels (Dropout1d, 2d, 3d and FeatureAlphaDropout) and subclasses must be
@@ -130,28 +144,29 @@ def parallelize(
     """
     check_comm(NAME, comm, model=model)
     comm.check_alive()
-    planned = PlannedModel(model, comm, sequence_parallel, seq_dim, overlap, reduce_dtype, gather_logits)
+    planned = PlannedModel(uncompiled(model), comm, sequence_parallel, seq_dim, overlap, reduce_dtype, gather_logits)
     layers, kept = run_on_all_ranks(comm, lambda: _checked(planned, plan, init))
     _check_same_on_all_ranks(planned, init)
     warn_unmentioned(planned, kept)
 
     # From here on the model is changed.
-    tied, sequence = tied_parameters(model), SequenceSharding(comm, seq_dim)
+    inner, sequence = planned.model, SequenceSharding(comm, seq_dim)
+    tied = tied_parameters(inner)
     for entry in kept:
         if planned.has_partial_gradients(entry.placement):
             for parameter in entry.module.parameters(recurse=False):
                 set_shard(parameter, Shard(comm, None, parameter.shape, partial=True))
+    if not sequence_parallel or planned.of_role("sequence_begin"):
+        inner.register_forward_pre_hook(CheckSameInput(comm), with_kwargs=True)  # before one that splits the input
     gather_inputs = hook_modules(planned, sequence)
     divide(planned)
     replace(planned, layers, gather_inputs, init)
     for group in tied:
-        tie(model, group)
-    sequence.layers = [one for one in model.modules() if getattr(one, "sequence_parallel", None) is True]
-    if not sequence_parallel or planned.of_role("sequence_begin"):
-        model.register_forward_pre_hook(CheckSameInput(comm), with_kwargs=True)
+        tie(inner, group)
+    sequence.layers = [one for one in inner.modules() if getattr(one, "sequence_parallel", None) is True]
     hook_outputs(planned, sequence)
-    handle_sharded_logits(model, comm)
-    preserve_shards(model)
+    handle_sharded_logits(inner, comm)
+    preserve_shards(inner)
     return model
 
 
@@ -162,6 +177,9 @@ def _checked(
     _check_arguments(planned, init)
     planned.sites = read(planned.model, plan)
     layers = {path: make_layer(planned, site) for path, site in planned.sites.items()}
+    for path, placement in planned.dropouts().items():
+        if placement is not None:
+            _check_nothing_lost(path, planned.model.get_submodule(path), "ad.Dropout", "")
     kept = kept_modules(planned)
     check_sharded_layers(planned)
     check_kept_modules(planned, kept)
@@ -172,6 +190,13 @@ def _checked(
 
 def _check_arguments(planned: PlannedModel, init: Any) -> None:
     instance(planned.model, nn.Module, f"{NAME}: model", "a torch.nn.Module")
+    for path, module in planned.model.named_modules():
+        if wrapped_in(module) is not None or any(map(is_dtensor, module.parameters(recurse=False))):
+            what = "has DTensors" if wrapped_in(module) is None else "wraps a module"
+            raise TypeError(
+                f"{NAME}: {title_of(path, module)} ({type(module).__name__}) {what}; call {NAME} first, and torch's "
+                "wrappers and fully_shard on the parallel model"
+            )
     for name in ("sequence_parallel", "gather_logits"):
         instance(getattr(planned, name), bool, f"{NAME}: {name}", "True or False")
     instance(planned.seq_dim, int, f"{NAME}: seq_dim", "a dimension of hidden states, such as 1")
@@ -250,8 +275,7 @@ def make_layer(planned: PlannedModel, site: Site) -> Sharded | None:
 
 
 def _check_replaceable(site: Site, role: str) -> None:
-    """Check that the module has the type that the role needs, and that replacing it loses nothing: no hooks, and no
-    subclass, whose forward may differ."""
+    """Check that the module has the type that the role needs, and that replacing it loses nothing."""
     module, kind = site.module, type(site.module)
     if isinstance(module, Sharded):
         raise TypeError(f"{NAME}: {site.path} is {kind.__name__} already; call {NAME} once per model")
@@ -259,11 +283,28 @@ def _check_replaceable(site: Site, role: str) -> None:
     is_conv = kind.__name__ == "Conv1D" and "Conv1D" in LAYER_ROLES[role]
     if not isinstance(module, base) and not is_conv:
         raise TypeError(f"{NAME}: {site.path} is {kind.__name__}, but the role {role!r} needs {LAYER_ROLES[role]}")
-    if has_hooks(module) or not (kind is base or is_conv):
-        lost = "has hooks" if has_hooks(module) else f"subclasses torch.nn.{base.__name__}"
+    lost = "" if kind is base or is_conv else f"subclasses torch.nn.{base.__name__}"
+    _check_nothing_lost(site.path, module, repr(role), lost)
+
+
+def _check_nothing_lost(path: str, module: nn.Module, new: str, lost: str) -> None:
+    """Check that the new module can have all that changes what this one does. Hooks of inputs and outputs move; others
+    would see shards. lost: what is known to be lost"""
+    tensors = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
+    others = [*(tensors.keys() - {"weight", "bias"}), *(name for name, _ in module.named_children())]
+    found = {
+        lost: bool(lost),
+        f"has {min(others, default=None)} of its own": others,  # of weight_norm, spectral_norm and pruning, in a hook
+        "has a forward of its own": "forward" in vars(module),
+        "has a backward hook": has_any(module, BACKWARD_HOOKS),
+        "has a state-dict hook": has_any(module, STATE_HOOKS),
+        "has a parameter with a gradient hook": any(has_any(one, TENSOR_HOOKS) for one in tensors.values()),
+    }
+    lost = next((what for what, there in found.items() if there), "")
+    if lost:
         raise TypeError(
-            f"{NAME}: {site.path} ({kind.__name__}) {lost}, which {role!r} would lose; use 'replicated' for it and for "
-            "modules tied to it, or a function that makes the layer"
+            f"{NAME}: {path} ({type(module).__name__}) {lost}, which {new} would lose; add it to the parallel model, "
+            "or use 'replicated' for it and for modules tied to it, or a function that makes the layer"
         )
 
 
@@ -277,7 +318,7 @@ def _shares_heads(planned: PlannedModel, site: Site) -> bool:
     if not shares or ranks % heads:
         expected = "a multiple or a divisor of that" if shares else "a multiple of that"
         raise ValueError(f"model.config.{site.options['heads']} is {heads}, on {ranks} ranks; expected {expected}")
-    if not site.shared:
+    if site.shared is None:
         raise ValueError(f"{heads} heads on {ranks} ranks need 'shared_input' on the module that contains it")
     if widths_of(site.module)[1] % heads:
         raise ValueError(f"{widths_of(site.module)[1]} outputs are not divisible by {heads} heads")
@@ -291,7 +332,7 @@ def _layer_options(planned: PlannedModel, site: Site) -> dict[str, Any]:
     if site.layer == "vocab_head":
         return {"gather_output": planned.gather_logits, **site.options}
     options = {name: getattr(planned, name) for name in ("sequence_parallel", "seq_dim", "overlap", "reduce_dtype")}
-    if site.shared and site.is_column:
+    if site.shared is not None and site.is_column:
         options["gather_input"] = False
     return options | {name: value for name, value in site.options.items() if name != "heads"}
 
@@ -309,7 +350,9 @@ def replace(
     for path, placement in planned.dropouts().items():
         old, sharded = model.get_submodule(path), planned.has_partial_gradients(placement)
         if placement is not None and type(old) in (ELEMENTWISE if sharded else FUNCTIONS):
-            _replace_module(model, path, Dropout.like(old, planned.comm, sharded))
+            new = Dropout.like(old, planned.comm, sharded)
+            move_forward_hooks(old, new)
+            _replace_module(model, path, new)
     for modules in list(_initialization_steps(model)):
         _initialize(modules.values(), planned.comm, init, getattr(model, "_init_weights", None))
         for site in [planned.sites[path] for path in modules if path in planned.sites]:
@@ -317,11 +360,12 @@ def replace(
                 made = _call_plan_function(planned, site)
             elif site.layer is not None:
                 made = (layers[site.path] or _key_value(planned, site, meshes)).take(site.module)
+                move_forward_hooks(site.module, made)
                 if init is not None:
                     site.module.to_empty(device="meta", recurse=False)  # frees the full module before the next step
             else:
                 continue
-            if site.shared and getattr(made, "gather_input", None) is False:
+            if site.shared is not None and getattr(made, "gather_input", None) is False:
                 made.register_forward_pre_hook(partial(gather_inputs[site.shared].check_source, site.path))
             _replace_module(model, site.path, made)
 
@@ -331,7 +375,13 @@ def _call_plan_function(planned: PlannedModel, site: Site) -> nn.Module:
     made = site.function(site.module, planned.comm)
     if made is not None and not isinstance(made, nn.Module):
         raise TypeError(
-            f"{NAME}: {site.path}: the function in the plan returned {shown(made)}, expected a torch.nn.Module, or None"
+            f"{NAME}: {site.title}: the function in the plan returned {shown(made)}, expected a torch.nn.Module, or "
+            "None"
+        )
+    if made not in (None, site.module) and not site.path:
+        raise TypeError(
+            f"{NAME}: {site.title}: the function in the plan returned another module, but only modules in a model are "
+            "replaced; expected the same module, or None"
         )
     return made or site.module
 

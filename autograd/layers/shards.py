@@ -19,6 +19,7 @@ from pynccl import Communicator
 from pynccl.bindings.values import INT_MAX, instance, shown
 
 from ..arguments import as_int
+from ..names import plain_name
 from ..overlap.routes import decisions_of
 from ..torch_internals import own_parameters
 from .dtensors import from_local_like, is_dtensor
@@ -234,13 +235,13 @@ def keep_shards(model: nn.Module) -> Iterator[None]:
     communicate. TypeError if the model's parameters have lost their `shard` before.
     """
     instance(model, nn.Module, "keep_shards: model", "a torch.nn.Module")
-    before = {name: shard_of(one) for name, one in model.named_parameters(remove_duplicate=False)}
+    before = {plain_name(model, name): shard_of(one) for name, one in model.named_parameters(remove_duplicate=False)}
     try:
         yield
     finally:
         for name, one in model.named_parameters(remove_duplicate=False):
-            if name in before:
-                set_shard(one, before[name])  # also None, so that shard_of accepts a DTensor
+            if (plain := plain_name(model, name)) in before:
+                set_shard(one, before[plain])  # also None, so that shard_of accepts a DTensor
         for module in model.modules():
             if not isinstance(module, Sharded) and any(map(is_dtensor, own_parameters(module).values())):
                 module.register_state_dict_post_hook(_hold_shards)
@@ -273,7 +274,7 @@ def describe(model: nn.Module) -> str:
     total = full_total = 0
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
-            title, kind = f"{path}.{name}".lstrip("."), type(module).__name__
+            title, kind = plain_name(model, f"{path}.{name}".lstrip(".")), type(module).__name__
             shard = shard_of(parameter)
             full = list(parameter.shape) if shard is None else list(shard.shape)
             if id(parameter) in seen:
@@ -292,7 +293,7 @@ def describe(model: nn.Module) -> str:
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     for path, module in model.named_modules():
         for one in decisions_of(module):
-            name = f"{path or 'model'}, {one.pattern} of {one.m} rows"
+            name = f"{plain_name(model, path) or 'model'}, {one.pattern} of {one.m} rows"
             lines.append(f"{name}: {one.schedule if one.settled else 'undecided'}, {one.reason}")
     lines.append(f"{total:,} bytes on this rank, {full_total:,} in the full model")
     return "\n".join(lines)

@@ -14,6 +14,7 @@ import torch
 from pynccl.bindings.values import attribute, instance
 from pynccl.comm.observers import observing
 
+from ..names import plain_name
 from .config import as_config
 from .trace import Operation, Trace
 from .trials import Decision
@@ -53,7 +54,7 @@ class Report(Trace):
 
     def __init__(self, model: torch.nn.Module | None = None) -> None:
         super().__init__()
-        named = dict(model.named_modules()) if model else {}
+        named = {plain_name(model, path): module for path, module in model.named_modules()} if model else {}
         self._named = {id(module): name or "model" for name, module in named.items()}
         self._overlapping = [name or "model" for name, module in named.items() if _may_overlap(module)]
         self._owners: list[Any] = []  # strong references, so that numbers stay unique

@@ -16,6 +16,7 @@ from ..agreement import difference, gathered, run_on_all_ranks
 from ..arguments import as_int, check_comm
 from ..layers.gradients import finish_gradients
 from ..layers.shards import shard_of
+from ..names import plain_name
 from ..ops.all_gather import all_gather
 from .adjoint import check_tolerance
 from .model_gradients import ModelError, ModelReport, Pair, compare, max_abs, to_double
@@ -111,8 +112,9 @@ def _check_arguments(
 
 def _pairs(model: nn.Module, reference: nn.Module) -> list[Pair]:
     """Pair the parameters by name. ValueError if the models do not match."""
-    sharded = dict(model.named_parameters())
-    full = dict(reference.named_parameters(remove_duplicate=False))
+    sharded = {plain_name(model, name): one for name, one in model.named_parameters()}
+    of_reference = reference.named_parameters(remove_duplicate=False)
+    full = {plain_name(reference, name): one for name, one in of_reference}
     unknown = [name for name in sharded if name not in full]
     if unknown:
         raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import pynccl_autograd as ad
 from pynccl import Communicator
+from pynccl_autograd.layers.shards import shard_of
 
 WIDTH = 8
 
@@ -69,7 +71,7 @@ def bad_plans() -> list[tuple[Any, Any, type[Exception], str]]:
     """Return (model, plan, error, words of its message) for each case."""
     subclass = changed_model(lambda block: setattr(block, "up", Scaled(WIDTH, 12)))
     normed = changed_model(lambda block: weight_norm(block.up))
-    hooked = changed_model(lambda block: block.up.register_forward_hook(lambda *_: None))
+    hooked = changed_model(lambda block: block.up.register_full_backward_hook(lambda *_: None))
     layers = {"up": nn.Linear(WIDTH, 12), "norm": nn.LayerNorm(7), "odd": nn.Linear(7, 4)}
     odd, net = nn.ModuleDict(layers), Net()
     wrong, value = TypeError, ValueError
@@ -79,7 +81,7 @@ def bad_plans() -> list[tuple[Any, Any, type[Exception], str]]:
     return [
         (subclass, PLAN, wrong, "blocks.1.up (Scaled) subclasses torch.nn.Linear"),
         (normed, PLAN, wrong, "blocks.1.up (ParametrizedLinear) subclasses"),
-        (hooked, PLAN, wrong, "blocks.1.up (Linear) has hooks"),
+        (hooked, PLAN, wrong, "blocks.1.up (Linear) has a backward hook"),
         (net, without_norm, value, "blocks.0.norm sees a shard of the sequence"),
         (net, {**PLAN, "blocks.*.norm": "replicated"}, value, "blocks.0.norm sees a shard of the sequence"),
         (net, heads, value, "is 3; expected an integer that is divisible by 2"),
@@ -98,6 +100,84 @@ def bad_plans() -> list[tuple[Any, Any, type[Exception], str]]:
         (odd, ["up"], wrong, "expected a dict of patterns"),
         ("model", {}, wrong, "expected a torch.nn.Module"),
     ]
+
+
+class Scaling(nn.Module):
+    """A model with a parameter and dropout of its own, next to layers that the plan shards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.up, self.down = nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
+        self.norm, self.drop = nn.LayerNorm(WIDTH), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.drop(self.down(self.up(self.norm(x)).tanh())) * self.scale
+        return y
+
+
+LAYERS: dict[str, Any] = {"up": "column", "down": "row"}
+
+
+def trained(comm: Communicator, plan: Any, **options: Any) -> Any:
+    """Return the parallelized model, whose gradients equal those of the unsharded one."""
+    torch.manual_seed(0)
+    reference = Scaling().double().eval()
+    model: Any = ad.parallelize(copy.deepcopy(reference), comm, plan, **options)
+    x = torch.randn(2, 2 * comm.size, WIDTH, dtype=torch.float64)
+    outputs = [one(x) for one in (model, reference)]
+    torch.testing.assert_close(outputs[0], outputs[1])
+    for output in outputs:
+        output.square().sum().backward()
+    ad.finish_gradients(model)
+    for (name, parameter), right in zip(model.named_parameters(), reference.parameters(), strict=True):
+        shard = shard_of(parameter)
+        torch.testing.assert_close(parameter.grad, right.grad if shard is None else shard.local(right.grad), msg=name)
+    return model
+
+
+def check_plans_of_the_root(comm: Communicator) -> None:
+    for pattern in ("", "**"):  # inherited by the modules in it, as from any module
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model = trained(comm, {pattern: "replicated", **LAYERS}, sequence_parallel=False)
+        assert type(model.drop) is ad.Dropout and not model.drop.sharded
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trained(comm, {"": ["shared_input", "replicated"], "norm": "partial", **LAYERS}, sequence_parallel=False)
+        begin = ["sequence_begin", "sequence_end", "sequence"]
+        model = trained(comm, {"": begin, **LAYERS})
+    assert model.drop.sharded and model.scale.shard.partial
+
+
+def test_the_empty_pattern_names_the_model_itself(ranks: RankPool) -> None:
+    ranks.run(2, check_plans_of_the_root)
+
+
+def check_bad_plans_of_the_root(comm: Communicator) -> None:
+    wrong: list[tuple[Any, str]] = [
+        (
+            LAYERS,
+            r"'' \(Scaling, the model itself\) is next to 'column' layers, but is not in the plan; use 'partial' if",
+        ),
+        ({"": "column", **LAYERS}, r"'' \(Scaling, the model itself\) is 'column' in the plan, but only modules in a"),
+        ({"": ["replicated", ("divide", {"attributes": ["n"]})], **LAYERS}, r"''.* attribute 'n', which Scaling does"),
+        ({"": "partial", **LAYERS}, "norm is neither between .*, but is 'partial' in the plan"),
+        ({**LAYERS, "nrm.": "replicated"}, r"the pattern 'nrm.' matches no module; see \["),
+        ({**LAYERS, ".": "replicated"}, r"the pattern '.' matches no module; see \["),
+    ]
+    for plan, words in wrong:
+        with pytest.raises(ValueError, match=words) as caught:
+            ad.parallelize(Scaling(), comm, plan, sequence_parallel=False)
+        assert "similar: ," not in str(caught.value)
+    with pytest.raises(TypeError, match=r"'' .* the function in the plan returned another module"):
+        ad.parallelize(Scaling(), comm, {"": lambda module, comm: nn.Identity()}, sequence_parallel=False)
+    with pytest.warns(UserWarning, match="the plan does not mention drop: they are replicated"):
+        ad.parallelize(Scaling(), comm, {"": lambda module, comm: None, **LAYERS}, sequence_parallel=False)
+
+
+def test_errors_name_the_model_itself(ranks: RankPool) -> None:
+    ranks.run(2, check_bad_plans_of_the_root)
 
 
 def check_bad_plans(comm: Communicator) -> None:

@@ -49,7 +49,7 @@ ORDER: dict[str, str] = {
         collectives register params query finalize atexit __init__
     """,
     "pynccl_autograd": """
-        torch_internals recompute wire arguments mesh agreement rng checks compiled collective
+        torch_internals names recompute wire arguments mesh agreement rng checks compiled collective
         ops.coalesced ops.all_reduce ops.all_gather ops.extremes ops.rooted ops.all_to_all ops.permute ops.halo
         operators streams work
         overlap.config overlap.workspace overlap.trials overlap.routes overlap.unfused overlap.lanes overlap.trace
