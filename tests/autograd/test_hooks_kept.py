@@ -90,8 +90,9 @@ def test_hooks_of_inputs_and_outputs_move_to_the_parallel_layers(ranks: RankPool
 
 def check_shared_input(comm: Communicator) -> None:
     """The check of the layer's own input comes after the hooks of the user."""
-    net: Any = nn.Sequential(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))).double()
-    net[0][0].register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+    up = nn.Linear(4, 8)
+    net = nn.Sequential(nn.Sequential(up, nn.Linear(8, 4))).double()
+    up.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
     reference = copy.deepcopy(net)
     plan = {"0": ["shared_input", "sequence_begin", "sequence_end"], "0.0": "column", "0.1": "row"}
     model = ad.parallelize(net, comm, plan)
