@@ -269,6 +269,7 @@ StopRecomputation: type[Exception] = _find("torch.utils.checkpoint._StopRecomput
 _CheckpointFunction = _find("torch.utils.checkpoint.CheckpointFunction")
 
 
+@torch.compiler.assume_constant_result
 def reentrant_checkpoints() -> list[bool]:
     """Return, for each reentrant checkpoint in its forward pass, whether one of its inputs requires grad."""
     return [any(ctx.needs_input_grad) for ctx, again in _reentrant() if not again]

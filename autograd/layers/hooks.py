@@ -49,18 +49,20 @@ class SequenceSharding:
     def begin(self, x: Tensor, path: str) -> Tensor:
         """Return this rank's shard of the hidden states that enter the module at `path`."""
         ranks, dim = self.comm.size, self.seq_dim
-        fits = x.dim() > dim and x.shape[dim] % ranks == 0
-        self._set(fits or torch.is_grad_enabled() or any(reentrant_checkpoints()))
-        self.shape = tuple(x.shape) if self.is_sharded else ()
-        if not self.is_sharded:
-            return x
-        if not fits:
+        # a branch, since torch.compile makes symbolic booleans of comparisons and cannot compare those
+        if x.dim() > dim and x.shape[dim] % ranks == 0:
+            self._set(True)
+            self.shape = tuple(x.shape)
+            return split(x, self.comm, dim)
+        if torch.is_grad_enabled() or any(reentrant_checkpoints()):
             raise ValueError(
                 f"{path}: cannot split hidden states of shape {list(x.shape)} along dimension {dim}, the sequence "
                 f"(seq_dim), over {ranks} ranks; pad it to a multiple of {ranks}, or pass sequence_parallel=False to "
                 "parallelize (under torch.no_grad() any length works)"
             )
-        return split(x, self.comm, dim)
+        self._set(False)
+        self.shape = ()
+        return x
 
     def end(self, path: str, module: nn.Module, args: Any, output: Any) -> Any:
         """Gather the first tensor in the output of the module at `path`: with it, a forward hook."""

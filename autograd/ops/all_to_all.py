@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -96,7 +97,7 @@ class AllToAll(Collective):
         part = resized_shape(x, split_dim, sizes[comm.rank])
         rows = [part[concat_dim]] * n if recv_splits is None else list(recv_splits)
         shapes = [(*part[:concat_dim], size, *part[concat_dim + 1 :]) for size in rows]
-        elements = [torch.Size(shape).numel() for shape in shapes]
+        elements = [math.prod(shape) for shape in shapes]  # torch.Size would make symbolic sizes constant
         in_order = slices_are_contiguous(part, concat_dim)
         full_shape = (*part[:concat_dim], sum(rows), *part[concat_dim + 1 :])
         recv, result = recv_buffer(x, full_shape if in_order else (sum(elements),))
