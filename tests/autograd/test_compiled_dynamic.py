@@ -96,8 +96,9 @@ class Layers(nn.Module):
         options: Any = {"sequence_parallel": sequence_parallel, "dtype": torch.float64}
         other: Any = {"seq_dim": 1, "blocks": 2, "bias": False, "grad_accumulation_fusion": True}
         column: list[dict[str, Any]] = [{}, other, {"gather_input": False}, {"gather_output": True}]
-        self.column = nn.ModuleList(ad.ColumnParallelLinear(*sizes, **options, **one) for one in column)
-        self.row = nn.ModuleList(ad.RowParallelLinear(*sizes, **options, **one) for one in ({}, other))
+        kinds: Any = (ad.ColumnParallelLinear, ad.RowParallelLinear)
+        self.column = nn.ModuleList(kinds[0](*sizes, **options, **one) for one in column)
+        self.row = nn.ModuleList(kinds[1](*sizes, **options, **one) for one in column[:2])
         for layer in (self.column[1], self.row[1]):
             layer.weight.main_grad = torch.zeros_like(layer.weight)  # type: ignore[union-attr]
         self.embedding = ad.VocabParallelEmbedding(13, 8, comm, **options, seq_dim=1, padding_idx=2)
