@@ -107,7 +107,7 @@ def map_items(function: Callable[[Any], Any], value: Any) -> Any:
     changed = {key: new for key, old in items.items() if (new := function(old)) is not old}
     if changed and isinstance(value, tuple):
         made: Any = {**items, **changed}.values()
-        return type(value)._make(made) if hasattr(value, "_make") else type(value)(made)
+        return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
     for key, one in changed.items():
         if isinstance(value, (MutableMapping, list)):
             value[key] = one

@@ -137,8 +137,10 @@ def kept_modules(planned: PlannedModel) -> list[KeptModule]:
     return found
 
 
+_SHARES_INPUT = "is 'shared_input' and has parameters of its own"
 _NEXT_TO_COLUMN, _MAYBE_SEQUENCE = "is next to 'column' layers", "may see a shard of the sequence on each rank"
 _AMBIGUOUS = {  # reasons for which the placement cannot be inferred: then any one that the plan gives is accepted
+    _SHARES_INPUT: "'partial' if it uses them before or on the sharded outputs of its layers, 'replicated' if not",
     _NEXT_TO_COLUMN: "'partial' if it sees this rank's heads or columns, 'sequence' if all of them",
     _MAYBE_SEQUENCE: "'sequence' if it does, 'replicated' if not",
 }
@@ -148,7 +150,7 @@ def _expected_placement(planned: PlannedModel, path: str, module: nn.Module) -> 
     """Return the placement that fits the modules around a module that is kept, and the reason."""
     for around in planned.of_role("shared_input"):
         if path == around.path:  # its own parameters, before or after its layers
-            return "partial", _NEXT_TO_COLUMN
+            return "partial", _SHARES_INPUT
         if is_within(path, around.path):
             return "partial", f"is within {around.title}, which is 'shared_input'"
     widths = [widths_of(site.module)[0] for site in _siblings(planned, path) if site.is_column]

@@ -40,7 +40,7 @@ REFUSED: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("BitNet", "attn_sub_norm is within model.layers.0.self_attn", {}, {}),
     ("BitNet", "attn_sub_norm is sized for all", {"**.*_sub_norm": "partial"}, {}),
     ("Llama", "the heads would not match", {"**.[kv]_proj": "partial"}, {"num_key_value_heads": 2}),
-    ("DiffLlama", "model.layers.0.self_attn is next to 'column' layers", {}, {}),
+    ("DiffLlama", "model.layers.0.self_attn is 'shared_input' and has parameters of its own", {}, {}),
     ("Olmo2", "model.layers.0.self_attn.q_norm is sized for all", {}, {}),
     ("Olmo3", "model.layers.0.self_attn.q_norm is sized for all", {}, {}),
     ("Cohere", "q_norm is sized for all 4 of", {}, {"use_qk_norm": True}),
