@@ -39,6 +39,7 @@ _NAMED_SINCE = (2, 27)  # ncclConfig_t.commName
 _open: set[PyncclBackend] = set()  # torch's wrapper (TORCH_DISTRIBUTED_DEBUG=DETAIL) keeps only their C++ half alive
 
 
+@c10d.not_compiled
 class PyncclBackend(Collectives):
     """A process group over pynccl, with one communicator for CPU tensors and one for CUDA tensors, made on first use.
 
@@ -144,6 +145,10 @@ class PyncclBackend(Collectives):
 
     def _run(self, result: Sequence[torch.Tensor], calls: list[Call], opts: Any, copies: Sequence[Copy] = ()) -> Work:
         """Make the calls together, then the copies. While coalescing, only collect them."""
+        if not result:
+            raise ValueError("an empty list of tensors, expected at least one")
+        if c10d.has_no_values(result[0]):
+            return Work(None, result)
         if self._batch is not None:
             self._batch[0].extend(result)
             self._batch[1].extend(calls)
@@ -169,11 +174,11 @@ class PyncclBackend(Collectives):
     def barrier(self, opts: Any = None) -> Work:
         kind = self._kind if torch.cuda.is_initialized() else "cpu"
         device = getattr(opts, "device", None) or torch.device(kind)
-        if getattr(opts, "asyncOp", True) is False:
+        one = torch.empty(1, dtype=torch.int32, device=device)
+        if getattr(opts, "asyncOp", True) is False and not c10d.has_no_values(one):
             self._sequence += 1
             self._lane(device).comm.barrier()
             return Work(None, [])
-        one = torch.ones(1, dtype=torch.int32, device=device)
         return self._run([one], [partial(Communicator.all_reduce, send=one, recv=one)], opts)
 
     def monitored_barrier(self, opts: Any = None, wait_all_ranks: bool = False) -> None:
@@ -204,6 +209,10 @@ class PyncclBackend(Collectives):
         raise NotImplementedError("recv from any rank: NCCL does not support it; pass src=, the sending rank")
 
     def _post(self, x: torch.Tensor, peer: int, tag: int, sends: bool) -> Work:
+        if c10d.has_no_values(x):
+            return Work(None, [x])
+        if peer == self.rank():
+            raise ValueError(f"{'send' if sends else 'recv'}: rank {self._ranks[peer]} is this rank itself")
         route = None if x.is_cuda else self._routes.find(peer, sends)
         return (route or self._channel(peer, sends, x.device)).post(x, tag)
 

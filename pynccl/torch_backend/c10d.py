@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from types import FunctionType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
+from torch._C._dynamo import eval_frame
+from torch._subclasses.fake_tensor import FakeTensor
 
 WorkBase: Any = c10d.Work
 ReduceOp: Any = c10d.ReduceOp
@@ -60,6 +63,20 @@ class _ProcessGroupBase(_ProcessGroup):
 
 
 Base: Any = c10d.Backend if IS_BACKEND else _ProcessGroupBase
+
+
+def not_compiled(kind: Any) -> Any:
+    """Decorator of a class: torch.compile runs its methods, which torch calls, and does not trace them."""
+    skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+    for method in vars(kind).values():
+        if isinstance(method, FunctionType):
+            eval_frame.set_code_exec_strategy(method.__code__, skip)
+    return kind
+
+
+def has_no_values(x: torch.Tensor) -> bool:
+    """Return whether x has only a shape: a call with it does nothing. From torch 2.14 on, torch makes no such call."""
+    return x.is_meta or type(x) is FakeTensor
 
 
 def options(timeout: timedelta) -> Any:

@@ -22,6 +22,7 @@ SUM = c10d.ReduceOp.SUM
 _LARGE_BYTES = 256 << 10
 
 
+@c10d.not_compiled
 class Collectives(c10d.Base):
     """Base class of PyncclBackend with the collective methods."""
 
@@ -206,7 +207,7 @@ class Collectives(c10d.Base):
 def _one_by_one(tensors: Sequence[torch.Tensor]) -> bool:
     """Return whether to pass on each tensor of a list by itself, as all ranks do: on the CPU a temporary buffer for all
     of them costs more if they are large, since the system clears its pages.   tensors: of equal sizes on all ranks"""
-    return not tensors[0].is_cuda and min(x.nbytes for x in tensors) >= _LARGE_BYTES
+    return not tensors[0].is_cuda and min(x.numel() * x.element_size() for x in tensors) >= _LARGE_BYTES
 
 
 def _movement(method: str, **arguments: Any) -> Call:

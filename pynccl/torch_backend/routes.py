@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 
+from ..bindings.abi import ITEMSIZE
 from ..bindings.errors import NcclError, NcclInvalidUsage, NcclRemoteError, NcclSystemError, NcclTimeout
 from ..bindings.library import host_module, load
 from ..bindings.workers import Flag
 from ..bootstrap.join import Children
 from ..comm.base import explained
-from ..interop.buffers import torch_types
+from ..interop.buffers import adapter
 from ..watch import layout, watchdog
 from ..watch.frames import call_site
 from ..watch.track import Identity, new_track
@@ -58,8 +59,6 @@ class Routes:
         """Return the route to (sends) or from a rank; None if the ranks do not share memory."""
         found = self._routes.get((peer, sends))
         if found is None and self._children is not None:
-            if peer == self.rank:
-                raise ValueError(f"{'send' if sends else 'recv'}: rank {self.ranks[peer]} is this rank itself")
             with self._lock:
                 if self._ended:
                     raise NcclInvalidUsage(f"{'send' if sends else 'recv'}: the process group was {self._ended}")
@@ -130,21 +129,21 @@ class Route:
         data = source(x) if self._sends else target(x, copies)
         if self._mailbox.inherited:
             raise NcclInvalidUsage(_INHERITED)
-        work, nbytes = Posted(self._mailbox, x, self._handle), data.numel() * data.element_size()
+        address, count, dtype, _ = adapter(data).describe(data)
+        work, nbytes = Posted(self._mailbox, x, self._handle), count * ITEMSIZE[dtype]
         with self._lock:
             if self._error is not None:
                 work.complete(self._error)
                 return work
             entry, track = 0, self._track
             if track is not None:
-                inputs = (data.data_ptr(), data.numel(), torch_types[data.dtype], int(self._sends))
-                entry = track.enter(self._verb, inputs)
+                entry = track.enter(self._verb, (address, count, dtype, int(self._sends)))
             if not self._pending:
                 self._since = time.monotonic()
             self._pending[work] = entry
         done = partial(self._done, work, data, copies, x, tag, nbytes)
         try:
-            self._mailbox.post(self._peer, self._sends, host_module().Message(tag, data.data_ptr(), nbytes, done))
+            self._mailbox.post(self._peer, self._sends, host_module().Message(tag, address, nbytes, done))
         except BaseException as error:  # also of a signal handler
             if (entry := self._pending.pop(work, 0)) and self._track is not None:
                 self._track.failed(entry, error)

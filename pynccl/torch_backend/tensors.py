@@ -41,7 +41,7 @@ def target(x: torch.Tensor, copies: list[Copy], reduces: bool = False, keep: boo
     data = x.data
     if data.is_contiguous() and not (data.is_conj() or data.is_neg()):
         return _elements(data, reduces)
-    buffer = torch.empty(data.shape, dtype=data.dtype, device=data.device)
+    buffer = torch.empty_like(data, memory_format=torch.contiguous_format)
     if keep:
         buffer.copy_(data)
     copies.append(partial(data.copy_, buffer))
@@ -53,13 +53,13 @@ def concatenated(tensors: Sequence[torch.Tensor], reduces: bool = False) -> torc
     return source(torch.cat([x.data.reshape(-1) for x in tensors]), reduces)
 
 
-def recv_buffer_of(tensors: Sequence[torch.Tensor], copies: list[Copy], reduces: bool = False) -> torch.Tensor:
+def recv_buffer_of(tensors: Sequence[torch.Tensor], copies: list[Copy]) -> torch.Tensor:
     """Return one buffer to receive the tensors into, one after the other; append copy-back functions to `copies`."""
     counts = [x.numel() for x in tensors]
-    buffer = torch.empty(sum(counts), dtype=tensors[0].dtype, device=tensors[0].device)
+    buffer = tensors[0].data.new_empty(sum(counts))
     for x, part in zip(tensors, buffer.split(counts), strict=True):
         copies.append(partial(x.data.copy_, part.view(x.shape)))
-    return _elements(buffer, reduces)
+    return _elements(buffer, False)
 
 
 def copy_back(copies: Sequence[Copy]) -> Exception | None:

@@ -28,6 +28,7 @@ from .tensors import Copy, copy_back
 Call = Callable[..., object]  # (communicator, stream=); stream None: the current stream
 
 
+@c10d.not_compiled
 class Work(c10d.WorkBase):
     """A torch.distributed Work: the handle of one call.
 
