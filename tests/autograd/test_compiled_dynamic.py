@@ -92,13 +92,11 @@ class Layers(nn.Module):
     def __init__(self, comm: Communicator, mesh: ad.Mesh, sequence_parallel: bool) -> None:
         super().__init__()
         self.comm = comm
-        sizes: Any = (8, 12, comm)
         options: Any = {"sequence_parallel": sequence_parallel, "dtype": torch.float64}
         other: Any = {"seq_dim": 1, "blocks": 2, "bias": False, "grad_accumulation_fusion": True}
-        column: list[dict[str, Any]] = [{}, other, {"gather_input": False}, {"gather_output": True}]
-        kinds: Any = (ad.ColumnParallelLinear, ad.RowParallelLinear)
-        self.column = nn.ModuleList(kinds[0](*sizes, **options, **one) for one in column)
-        self.row = nn.ModuleList(kinds[1](*sizes, **options, **one) for one in column[:2])
+        column: list[Any] = [{}, other, {"gather_input": False}, {"gather_output": True}]
+        self.column = nn.ModuleList(ad.ColumnParallelLinear(8, 12, comm, **{**options, **one}) for one in column)
+        self.row = nn.ModuleList(ad.RowParallelLinear(8, 12, comm, **{**options, **one}) for one in (column[0], other))
         for layer in (self.column[1], self.row[1]):
             layer.weight.main_grad = torch.zeros_like(layer.weight)  # type: ignore[union-attr]
         self.embedding = ad.VocabParallelEmbedding(13, 8, comm, **options, seq_dim=1, padding_idx=2)
