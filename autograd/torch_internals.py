@@ -360,10 +360,11 @@ def is_hooked(module: torch.nn.Module) -> bool:
 
 
 # Classes of modules that wrap another module, and the attribute that holds it. They need not be imported.
+FSDP1 = "_fsdp_wrapped_module"
 WRAPPERS = {
     "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper": "_checkpoint_wrapped_module",
-    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "_fsdp_wrapped_module",
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": FSDP1,
     "torch.nn.parallel.distributed.DistributedDataParallel": "module",
 }
 WRAPPED_MODULES = frozenset(WRAPPERS.values())

@@ -22,10 +22,11 @@ from pynccl.bindings.values import instance, shown
 from ..agreement import raise_on_all_ranks, run_on_all_ranks, try_call
 from ..arguments import check_comm
 from ..names import plain_name, plain_names
+from ..torch_internals import FSDP1, wrapped_in
 from .checkpoint_files import Path_, Saving, Source, check_types, source_of
 from .dtensors import distribute_like, full_tensor, local_tensor
 from .shard import Shard
-from .shards import shard_of
+from .shards import Sharded, shard_of
 
 
 class IncompatibleKeys(NamedTuple):
@@ -68,6 +69,12 @@ def _state_of(model: nn.Module) -> dict[str, Any]:
 
 def entries_of(model: nn.Module) -> tuple[list[Entry], dict[str, Any]]:
     """Return the tensors of the model's state dict, and its other values by name (from `get_extra_state`)."""
+    modules = list(model.modules())
+    if any(isinstance(one, Sharded) for one in modules) and any(wrapped_in(one) == FSDP1 for one in modules):
+        raise TypeError(
+            "FullyShardedDataParallel (FSDP1) copies the parameters of a parallel model, whose shards would pass for "
+            "whole tensors; use torch's fully_shard (FSDP2) within `with pynccl_autograd.keep_shards(model):`"
+        )
     found: dict[int, Entry] = {}
     others: dict[str, Any] = {}
     for name, value in _state_of(model).items():

@@ -139,8 +139,10 @@ def kept_modules(planned: PlannedModel) -> list[KeptModule]:
 
 _SHARES_INPUT = "is 'shared_input' and has parameters of its own"
 _NEXT_TO_COLUMN, _MAYBE_SEQUENCE = "is next to 'column' layers", "may see a shard of the sequence on each rank"
+_AFTER_ROW = "comes after the 'row' layers of a 'shared_input' module"
 _AMBIGUOUS = {  # reasons for which the placement cannot be inferred: then any one that the plan gives is accepted
     _SHARES_INPUT: "'partial' if it uses them before or on the sharded outputs of its layers, 'replicated' if not",
+    _AFTER_ROW: "'sequence' if it sees their output, 'partial' if this rank's heads or columns",
     _NEXT_TO_COLUMN: "'partial' if it sees this rank's heads or columns, 'sequence' if all of them",
     _MAYBE_SEQUENCE: "'sequence' if it does, 'replicated' if not",
 }
@@ -148,9 +150,13 @@ _AMBIGUOUS = {  # reasons for which the placement cannot be inferred: then any o
 
 def _expected_placement(planned: PlannedModel, path: str, module: nn.Module) -> tuple[str, str]:
     """Return the placement that fits the modules around a module that is kept, and the reason."""
+    at = {one: index for index, (one, _) in enumerate(planned.model.named_modules())}
     for around in planned.of_role("shared_input"):
+        rows = [at[site.path] for site in planned.of_role("row") if is_within(site.path, around.path)]
         if path == around.path:  # its own parameters, before or after its layers
             return "partial", _SHARES_INPUT
+        if is_within(path, around.path) and at[path] > max(rows, default=len(at)):
+            return "partial", _AFTER_ROW
         if is_within(path, around.path):
             return "partial", f"is within {around.title}, which is 'shared_input'"
     widths = [widths_of(site.module)[0] for site in _siblings(planned, path) if site.is_column]
@@ -161,7 +167,6 @@ def _expected_placement(planned: PlannedModel, path: str, module: nn.Module) -> 
     sharded += [end for end in ends if not any(is_within(begin, end) for begin in begins)]
     if any(is_within(path, one) for one in sharded):
         return "sequence", "sees a shard of the sequence on each rank"
-    at = {one: index for index, (one, _) in enumerate(planned.model.named_modules())}
     for begin in begins:
         if at[begin] < at[path] < min((at[end] for end in ends if at[end] > at[begin]), default=0 if ends else len(at)):
             return "sequence", _MAYBE_SEQUENCE

@@ -239,3 +239,25 @@ def check_save_pretrained(comm: Communicator, folder: str) -> None:
 def test_a_compiled_model_saves_what_transformers_loads(ranks: RankPool, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     ranks.run(2, check_save_pretrained, str(tmp_path))
+
+
+class FullyShardedDataParallel(nn.Module):
+    """Stands for torch's (FSDP1), which needs a GPU. It copies the shards, which then look like whole tensors."""
+
+    __module__ = "torch.distributed.fsdp.fully_sharded_data_parallel"
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._fsdp_wrapped_module = module
+
+
+def refuse_fsdp1(comm: Communicator) -> None:
+    assert ad.full_state_dict(FullyShardedDataParallel(full_model()), comm, rank0_only=False)
+    functions: list[Any] = [ad.full_state_dict, ad.dcp_state_dict]
+    for function in functions:
+        with pytest.raises(TypeError, match=r"FSDP1.* use torch's fully_shard \(FSDP2\)"):
+            function(FullyShardedDataParallel(sharded_model(comm)))
+
+
+def test_fsdp1_of_a_parallel_model_is_refused(ranks: RankPool) -> None:
+    ranks.run(2, refuse_fsdp1)

@@ -116,13 +116,21 @@ class Scaling(nn.Module):
         return y
 
 
+class ScalingAfter(Scaling):
+    """Normalizes what the sharded layers return, so that each rank sees all of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.drop(self.norm(self.down(self.up(x).tanh()))) * self.scale
+        return y
+
+
 LAYERS: dict[str, Any] = {"up": "column", "down": "row"}
 
 
-def trained(comm: Communicator, plan: Any, **options: Any) -> Any:
+def trained(comm: Communicator, plan: Any, kind: type[Scaling] = Scaling, **options: Any) -> Any:
     """Return the parallelized model, whose gradients equal those of the unsharded one."""
     torch.manual_seed(0)
-    reference = Scaling().double().eval()
+    reference = kind().double().eval()
     model: Any = ad.parallelize(copy.deepcopy(reference), comm, plan, **options)
     x = torch.randn(2, 2 * comm.size, WIDTH, dtype=torch.float64)
     outputs = [one(x) for one in (model, reference)]
@@ -145,6 +153,8 @@ def check_plans_of_the_root(comm: Communicator) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         trained(comm, {"": ["shared_input", "replicated"], "norm": "partial", **LAYERS}, sequence_parallel=False)
+        after = {"": ["shared_input", "replicated"], "norm": "replicated", **LAYERS}
+        trained(comm, after, ScalingAfter, sequence_parallel=False)
         begin = ["sequence_begin", "sequence_end", "sequence"]
         model = trained(comm, {"": begin, **LAYERS})
     assert model.drop.sharded and model.scale.shard.partial
