@@ -20,7 +20,6 @@ from ..torch_internals import backward_pass
 from .data_parallel import averages_later
 from .gradients import is_summed_in_backward, partial_comm
 from .shard import Shard, ShardTensor, held, unwrap
-from .shards import shard_of
 
 # Names of optimizers whose step is not elementwise: they orthogonalize or factor matrices, or take norms or inner
 # products of all elements of a parameter, or of all parameters.
@@ -68,7 +67,7 @@ def _check_gradients(optimizer: Optimizer) -> None:
                     f"the gradient of a parameter of shape {list(one.shape)} at its end, so each rank would step by "
                     "its own; call step() after backward()"
                 )
-            if partial_comm(one) is not None and not is_summed_in_backward(one):
+            if hasattr(one, "shard") and partial_comm(one) is not None and not is_summed_in_backward(one):
                 raise RuntimeError(
                     f"{type(optimizer).__name__}.step: called in the backward pass, but the gradient of a parameter of "
                     f"shape {list(one.shape)} is partial until it is summed over the ranks; call "
@@ -79,8 +78,8 @@ def _check_gradients(optimizer: Optimizer) -> None:
 def _sharded(optimizer: Optimizer) -> Iterator[tuple[Tensor, Shard]]:
     for group in optimizer.param_groups:
         for one in group["params"]:
-            shard = shard_of(one)
-            if shard is not None and shard.is_part:
+            shard = getattr(one, "shard", None)  # not shard_of: other models may have DTensors
+            if isinstance(shard, Shard) and shard.is_part:
                 yield one, shard
 
 

@@ -8,6 +8,7 @@ import torch
 
 from pynccl import Communicator
 
+from ..agreement import check_not_in_group
 from ..arguments import check_comm
 
 
@@ -38,6 +39,7 @@ class GradScaler(torch.amp.GradScaler):
         self.comm = comm
 
     def _unscale_grads_(self, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool) -> Any:
+        check_not_in_group("GradScaler")
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         anywhere = torch.zeros(1, device=self.comm.device)
         for one in found.values():

@@ -87,6 +87,7 @@ def calls(comm: Communicator, folder: str) -> dict[str, Callable[[], Any]]:
     row = ad.RowParallelLinear(8, 4, comm, sequence_parallel=True, **overlap)
     key_value, head = ad.KeyValueLinear(4, 8, comm, shared=other), ad.VocabParallelHead(4, 8, comm)
     embedding = ad.VocabParallelEmbedding(8, 4, comm)
+    (scaler := ad.GradScaler(comm)).scale(torch.ones(()))
     ad.rng.seed(0, comm)
     found: dict[str, Callable[[], Any]] = {
         "all_reduce": lambda: ad.all_reduce(x, comm, grad="sum"),
@@ -127,6 +128,7 @@ def calls(comm: Communicator, folder: str) -> dict[str, Callable[[], Any]]:
         "finish_gradients": lambda: ad.finish_gradients(bias),
         "finish_gradients_in_backward": lambda: ad.finish_gradients_in_backward(bias).remove(),
         "clip_grad_norm_": lambda: ad.clip_grad_norm_(model, 1.0),
+        "GradScaler": lambda: scaler.unscale_(optimizer),
         "full_state_dict": lambda: ad.full_state_dict(model),
         "load_full_state_dict": lambda: ad.load_full_state_dict(model, full),
         "save_full_state_dict": lambda: ad.save_full_state_dict(model, f"{folder}/model"),
