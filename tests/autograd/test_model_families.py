@@ -37,15 +37,15 @@ def test_models_with_llamas_structure_work_with_its_plan(ranks: RankPool, family
 REFUSED: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     # family, words of the error, additions to Llama's plan, sizes
     ("StableLm", "StableLmAttention reads num_heads and num_key_value_heads", {}, {}),
-    ("BitNet", "attn_sub_norm is within model.layers.0.self_attn", {}, {}),
+    ("BitNet", "attn_sub_norm comes after the 'row' layers of a 'shared_input' module", {}, {}),
     ("BitNet", "attn_sub_norm is sized for all", {"**.*_sub_norm": "partial"}, {}),
     ("Llama", "the heads would not match", {"**.[kv]_proj": "partial"}, {"num_key_value_heads": 2}),
     ("DiffLlama", "model.layers.0.self_attn is 'shared_input' and has parameters of its own", {}, {}),
     ("Olmo2", "model.layers.0.self_attn.q_norm is sized for all", {}, {}),
     ("Olmo3", "model.layers.0.self_attn.q_norm is sized for all", {}, {}),
     ("Cohere", "q_norm is sized for all 4 of", {}, {"use_qk_norm": True}),
-    ("HunYuanDenseV1", "layernorm is within model.layers.0.self_attn", {}, {}),
-    ("Apertus", "is not in the plan; use 'partial'", {}, {}),
+    ("HunYuanDenseV1", "_layernorm comes after the 'row' layers", {}, {}),
+    ("Apertus", "mlp.act_fn comes after the 'row' layers", {}, {}),
     ("Llama", "is 'partial' in the plan; use 'sequence'", {"**.input_layernorm": "partial"}, {}),
     ("Gemma", "use 'replicated' for it and for modules tied to it", {}, {"tie_word_embeddings": True}),
     ("Llama", "q_proj is 'vocab_head', but it is within", {"**.self_attn.q_proj": "vocab_head"}, {}),
