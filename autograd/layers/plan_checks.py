@@ -13,8 +13,10 @@ from torch import nn
 from pynccl.bindings.values import shown
 
 from ..arguments import as_int
+from ..torch_internals import BACKWARD_HOOKS, STATE_HOOKS, TENSOR_HOOKS, has_any
 from .dropout import ELEMENTWISE, FUNCTIONS
 from .plan import (
+    LAYER_ROLES,
     NAME,
     PlannedModel,
     Site,
@@ -106,6 +108,43 @@ def _check_pieces(sites: list[Site]) -> None:
                 "projections (queries, keys, values); give their layout: ('column', {'blocks': 3}) if they are "
                 "consecutive, {'heads': 'num_heads'} if they alternate by head, {'blocks': 1} if there is one",
             )
+
+
+# ------------------------------------------------------------------------------------------------- replaced modules
+
+
+def check_replaceable(site: Site, role: str) -> None:
+    """Check that the module has the type that the role needs, and that replacing it loses nothing."""
+    module, kind = site.module, type(site.module)
+    if isinstance(module, Sharded):
+        raise TypeError(f"{NAME}: {site.path} is {kind.__name__} already; call {NAME} once per model")
+    base: Any = nn.Embedding if role == "vocab_embedding" else nn.Linear
+    is_conv = kind.__name__ == "Conv1D" and "Conv1D" in LAYER_ROLES[role]
+    if not isinstance(module, base) and not is_conv:
+        raise TypeError(f"{NAME}: {site.path} is {kind.__name__}, but the role {role!r} needs {LAYER_ROLES[role]}")
+    lost = "" if kind is base or is_conv else f"subclasses torch.nn.{base.__name__}"
+    check_nothing_lost(site.path, module, repr(role), lost)
+
+
+def check_nothing_lost(path: str, module: nn.Module, new: str, lost: str) -> None:
+    """Check that the new module can have all that changes what this one does. Hooks of inputs and outputs move; others
+    would see shards. lost: what is known to be lost"""
+    tensors = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
+    others = [*(tensors.keys() - {"weight", "bias"}), *(name for name, _ in module.named_children())]
+    found = {
+        lost: bool(lost),
+        f"has {min(others, default=None)} of its own": others,  # of weight_norm, spectral_norm and pruning, in a hook
+        "has a forward of its own": "forward" in vars(module),
+        "has a backward hook": has_any(module, BACKWARD_HOOKS),
+        "has a state-dict hook": has_any(module, STATE_HOOKS),
+        "has a parameter with a gradient hook": any(has_any(one, TENSOR_HOOKS) for one in tensors.values()),
+    }
+    lost = next((what for what, there in found.items() if there), "")
+    if lost:
+        raise TypeError(
+            f"{NAME}: {path} ({type(module).__name__}) {lost}, which {new} would lose; add it to the parallel model, "
+            "or use 'replicated' for it and for modules tied to it, or a function that makes the layer"
+        )
 
 
 # ------------------------------------------------------------------------------------------------- kept modules

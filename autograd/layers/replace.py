@@ -19,16 +19,7 @@ from ..agreement import difference, run_on_all_ranks
 from ..arguments import check_comm
 from ..mesh import Mesh
 from ..overlap.config import Overlap
-from ..torch_internals import (
-    BACKWARD_HOOKS,
-    STATE_HOOKS,
-    TENSOR_HOOKS,
-    has_any,
-    has_no_values,
-    move_forward_hooks,
-    uncompiled,
-    wrapped_in,
-)
+from ..torch_internals import has_no_values, move_forward_hooks, uncompiled, wrapped_in
 from ..wire import Dtype
 from .dropout import ELEMENTWISE, FUNCTIONS, Dropout
 from .dtensors import is_dtensor
@@ -41,11 +32,13 @@ from .hooks import (
     preserve_shards,
 )
 from .linear import ColumnParallelLinear, KeyValueLinear, RowParallelLinear
-from .plan import LAYER_ROLES, NAME, PlannedModel, Site, read, reads, title_of, widths_of
+from .plan import NAME, PlannedModel, Site, read, reads, title_of, widths_of
 from .plan_checks import (
     KeptModule,
     check_dropouts,
     check_kept_modules,
+    check_nothing_lost,
+    check_replaceable,
     check_sharded_layers,
     check_tied,
     kept_modules,
@@ -179,7 +172,7 @@ def _checked(
     layers = {path: make_layer(planned, site) for path, site in planned.sites.items()}
     for path, placement in planned.dropouts().items():
         if placement is not None:
-            _check_nothing_lost(path, planned.model.get_submodule(path), "ad.Dropout", "")
+            check_nothing_lost(path, planned.model.get_submodule(path), "ad.Dropout", "")
     kept = kept_modules(planned)
     check_sharded_layers(planned)
     check_kept_modules(planned, kept)
@@ -261,7 +254,7 @@ def make_layer(planned: PlannedModel, site: Site) -> Sharded | None:
     plan makes the layer, or the layer needs new communicators, which all ranks must make together."""
     if site.layer is None:
         return None
-    _check_replaceable(site, site.layer)
+    check_replaceable(site, site.layer)
     try:
         if _shares_heads(planned, site):
             return None
@@ -272,40 +265,6 @@ def make_layer(planned: PlannedModel, site: Site) -> Sharded | None:
             raise
         shape = next((list(one.shape) for one in site.module.parameters(recurse=False)), [])
         raise type(error)(f"{NAME}: {site.path}, weight {shape}: {error}") from None
-
-
-def _check_replaceable(site: Site, role: str) -> None:
-    """Check that the module has the type that the role needs, and that replacing it loses nothing."""
-    module, kind = site.module, type(site.module)
-    if isinstance(module, Sharded):
-        raise TypeError(f"{NAME}: {site.path} is {kind.__name__} already; call {NAME} once per model")
-    base: Any = nn.Embedding if role == "vocab_embedding" else nn.Linear
-    is_conv = kind.__name__ == "Conv1D" and "Conv1D" in LAYER_ROLES[role]
-    if not isinstance(module, base) and not is_conv:
-        raise TypeError(f"{NAME}: {site.path} is {kind.__name__}, but the role {role!r} needs {LAYER_ROLES[role]}")
-    lost = "" if kind is base or is_conv else f"subclasses torch.nn.{base.__name__}"
-    _check_nothing_lost(site.path, module, repr(role), lost)
-
-
-def _check_nothing_lost(path: str, module: nn.Module, new: str, lost: str) -> None:
-    """Check that the new module can have all that changes what this one does. Hooks of inputs and outputs move; others
-    would see shards. lost: what is known to be lost"""
-    tensors = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
-    others = [*(tensors.keys() - {"weight", "bias"}), *(name for name, _ in module.named_children())]
-    found = {
-        lost: bool(lost),
-        f"has {min(others, default=None)} of its own": others,  # of weight_norm, spectral_norm and pruning, in a hook
-        "has a forward of its own": "forward" in vars(module),
-        "has a backward hook": has_any(module, BACKWARD_HOOKS),
-        "has a state-dict hook": has_any(module, STATE_HOOKS),
-        "has a parameter with a gradient hook": any(has_any(one, TENSOR_HOOKS) for one in tensors.values()),
-    }
-    lost = next((what for what, there in found.items() if there), "")
-    if lost:
-        raise TypeError(
-            f"{NAME}: {path} ({type(module).__name__}) {lost}, which {new} would lose; add it to the parallel model, "
-            "or use 'replicated' for it and for modules tied to it, or a function that makes the layer"
-        )
 
 
 def _shares_heads(planned: PlannedModel, site: Site) -> bool:
