@@ -230,7 +230,7 @@ def _reduced(comm: Communicator, total: Tensor, replicated: list[tuple[Tensor, T
     row = torch.cat([total, each, -each if largest else each * each])
     comm.all_reduce(row, row, op="max" if largest else "sum")
     if replicated and not (row.is_cuda and is_capturing(row.device)):
-        parameters = [weakref.ref(one) for one, _ in replicated]
+        parameters = [(id(one), list(one.shape)) for one, _ in replicated]  # on a GPU it is kept until the next call
         found = row[1:].view(2, -1)
         spread = found.sum(0) if largest else comm.size * (found[1] - found[0] ** 2 / comm.size).clamp(min=0).sqrt()
         size = found.abs().amax(0) if largest else found[0].abs()
@@ -244,8 +244,8 @@ def _reduced(comm: Communicator, total: Tensor, replicated: list[tuple[Tensor, T
 _TOLERANCES = {torch.float64: 1e-6, torch.complex128: 1e-6, torch.float32: 1e-4, torch.complex64: 1e-4}
 
 
-def _check_equal(parameters: list[Any], wrong: list[bool]) -> None:
-    names = [_name_of(ref()) for ref, differs in zip(parameters, wrong, strict=True) if differs]
+def _check_equal(parameters: list[tuple[int, list[int]]], wrong: list[bool]) -> None:
+    names = [_name_of(*one) for one, differs in zip(parameters, wrong, strict=True) if differs]
     if names:
         raise RuntimeError(
             f"clip_grad_norm_: the gradient of {names[0]} differs between the ranks, which all have this parameter"
@@ -255,11 +255,12 @@ def _check_equal(parameters: list[Any], wrong: list[bool]) -> None:
         )
 
 
-def _name_of(parameter: Tensor | None) -> str:
-    """Return the longest path to the parameter from any module of this process; for errors, since it looks at all."""
+def _name_of(number: int, shape: list[int]) -> str:
+    """Return the longest path to the parameter of this id from any module of the process. For errors: it looks at all
+    objects, since the program passed parameters without their names."""
     modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
-    paths = [plain_name(one, path) for one in modules for path, there in one.named_parameters() if there is parameter]
-    return max(paths, key=len, default="a parameter" if parameter is None else f"one of shape {list(parameter.shape)}")
+    paths = [plain_name(one, path) for one in modules for path, there in one.named_parameters() if id(there) == number]
+    return max(paths, key=len, default=f"a parameter of shape {shape}")
 
 
 def _as_list(parameters: Any, name: str) -> list[Tensor]:
