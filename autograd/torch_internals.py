@@ -156,10 +156,10 @@ def _lower_as_collective(operator: Any) -> None:
 SHAPE_AND_OFFSET = "torch.distributed.tensor._utils.compute_local_shape_and_global_offset"
 
 
-def shape_and_offset(x: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shape of this rank's shard of a DTensor, and where it begins in the full one."""
-    shape, offset = _find(SHAPE_AND_OFFSET)(x.shape, x.device_mesh, x.placements)
-    return tuple(shape), tuple(offset)
+def offset_of(x: Any) -> tuple[int, ...]:
+    """Return where this rank's shard of a DTensor begins."""
+    _, offset = _find(SHAPE_AND_OFFSET)(x.shape, x.device_mesh, x.placements)
+    return tuple(offset)
 
 
 # Of torch.distributed.checkpoint.state_dict: with full_state_dict=True, a collective, they expect whole tensors.

@@ -18,7 +18,7 @@ from ..names import plain_name, plain_names
 from .checkpoint import Entry, check_values, comm_of, entries_of, is_first
 from .checkpoint_files import Source, source_of
 from .dtensors import distribute_like
-from .shard import Shard, ShardTensor
+from .shard import Shard, ShardTensor, taken
 from .shards import shard_of
 
 _SEPARATOR = "\0"  # between a parameter's name and a key of its optimizer state
@@ -283,7 +283,7 @@ class OptimizerState:
             row = {} if name in without else state["state"].get(name, {})
             self.optimizer.state.pop(parameter, None)
             if row:
-                self.optimizer.state[parameter] = {key: getattr(value, "part", value) for key, value in row.items()}
+                self.optimizer.state[parameter] = {key: taken(value, parameter) for key, value in row.items()}
         for group, local in zip(groups, self.optimizer.param_groups, strict=True):
             local.update({key: value for key, value in group.items() if key != "params"})
 

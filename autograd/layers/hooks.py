@@ -6,7 +6,6 @@ that copy.deepcopy gives the copied model its own hooks.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import math
 from collections.abc import Callable, MutableMapping
@@ -397,7 +396,7 @@ def preserve_shards(model: nn.Module) -> None:
 
 class RestoreShards:
     """Set `shard` on parameters that were replaced: by load_state_dict(assign=True), or by to_empty() and the like
-    before the forward pass. Copied with its module, it sets the shards of the copied parameters too."""
+    before the forward pass. Copied with its module, it has the copied parameters."""
 
     def __init__(self, parameters: dict[str, nn.Parameter | None], shards: dict[str, Shard]) -> None:
         self.parameters, self.shards = parameters, shards
@@ -407,11 +406,6 @@ class RestoreShards:
             parameter = self.parameters.get(name)
             if parameter is not None and getattr(parameter, "shard", None) is not shard:
                 set_shard(parameter, shard)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> RestoreShards:
-        twin = RestoreShards(copy.deepcopy(self.parameters, memo), self.shards)
-        twin()
-        return twin
 
 
 def _save_pretrained(model: nn.Module, save_directory: Any, *args: Any, **options: Any) -> Any:

@@ -18,13 +18,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..torch_internals import backward_pass
 from .data_parallel import averages_later
+from .dtensors import distribute_like
 from .gradients import is_summed_in_backward, partial_comm
-from .shard import Shard, ShardTensor, held, unwrap
+from .shard import Shard, held, taken, unwrap
 
 # Names of optimizers whose step is not elementwise: they orthogonalize or factor matrices, or take norms or inner
 # products of all elements of a parameter, or of all parameters.
 _WHOLE = re.compile(
-    "muon|adafactor|lbfgs|shampoo|^soap|lamb|lars|galore|prodigy|dadapt|adam_?mini|^came$", re.IGNORECASE
+    "muon|adafactor|lbfgs|shampoo|^soap|lamb(?!da)|lars|galore|prodigy|dadapt|adam_?mini|^came$", re.IGNORECASE
 )
 _checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # -> number of parameters
 _hooked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -90,9 +91,9 @@ def _hold_shards(optimizer: Optimizer, state: dict[str, Any]) -> None:
         numbers.update(zip(map(id, group["params"]), packed["params"], strict=True))
     rows = state["state"] = dict(state["state"])
     for one, shard in _sharded(optimizer):
-        row = rows.get(numbers[id(one)], {})
-        like = [key for key, value in row.items() if isinstance(value, Tensor) and value.shape == one.shape]
-        rows[numbers[id(one)]] = {**row, **{key: held(unwrap(row[key]), shard) for key in like}}
+        if (row := rows.get(numbers[id(one)])) is not None:  # None: it has not been stepped
+            like = [key for key, value in row.items() if isinstance(value, Tensor) and value.shape == one.shape]
+            rows[numbers[id(one)]] = {**row, **{key: held(unwrap(row[key]), shard) for key in like}}
 
 
 def _take_shards(optimizer: Optimizer) -> None:
@@ -100,10 +101,9 @@ def _take_shards(optimizer: Optimizer) -> None:
     for one, shard in _sharded(optimizer):
         row = optimizer.state.get(one, {})
         for key, value in row.items():
-            if isinstance(value, ShardTensor):
-                row[key] = value.part
-            elif isinstance(value, Tensor) and value.shape != one.shape and tuple(value.shape) == shard.shape:
-                row[key] = shard.local(value).clone()
+            row[key] = taken(value, one)
+            if isinstance(value, Tensor) and value.shape != one.shape and tuple(value.shape) == shard.shape:
+                row[key] = distribute_like(shard.local(value).clone(), one)
 
 
 def check_steps() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from operator import add, sub
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -20,8 +21,8 @@ from pynccl.bindings.values import shown
 
 from ..arguments import as_int
 from ..ops.all_gather import all_gather
-from ..torch_internals import shape_and_offset, whole_state_is_asked
-from .dtensors import full_tensor, is_dtensor, local_tensor
+from ..torch_internals import offset_of, whole_state_is_asked
+from .dtensors import from_local_like, full_tensor, is_dtensor, local_tensor
 
 
 class Box(NamedTuple):
@@ -183,7 +184,6 @@ class ShardTensor(Tensor):
     local  the shard itself
     shard  its Shard
     at     where `local` begins in this rank's shard: fully_shard (FSDP2) may leave a part of it
-    part   the DTensor that `local` is the local tensor of, or `local`
 
     `to_local()` and `full_tensor()` are those of DTensor. `size()` is that of the full tensor, which DCP compares with
     the saved one; `shape` is that of `local`. An elementwise operation on it, or a copy, gives a ShardTensor too.
@@ -192,17 +192,14 @@ class ShardTensor(Tensor):
     local: Tensor
     shard: Shard
     at: tuple[int, ...]
-    part: Tensor
 
     @classmethod
     def of(cls, local: Tensor, shard: Shard, at: tuple[int, ...] | None = None) -> ShardTensor:
         """Return a ShardTensor of `local`, a tensor or a DTensor."""
-        part = local
-        if is_dtensor(part):
-            _, at = shape_and_offset(part)
-            local = local_tensor(part)
+        if is_dtensor(local):
+            at, local = offset_of(local), local_tensor(local)
         made = local.as_subclass(cls)
-        made.local, made.part, made.shard, made.at = local, part, shard, at or (0,) * local.dim()
+        made.local, made.shard, made.at = local, shard, at or (0,) * local.dim()
         return made
 
     def to_local(self) -> Tensor:
@@ -256,16 +253,16 @@ class ShardTensor(Tensor):
 
     def _boxes(self) -> list[Box]:
         """Return the blocks of the full tensor that are in `local`, with their places in it."""
-        boxes, size = [], tuple(self.local.shape)
-        at, size = (self.at[::-1], size[::-1]) if self.shard.transposed else (self.at, size)
+        step = -1 if self.shard.transposed else 1  # boxes are in the layout of the full tensor
+        starts, sizes = self.at[::step], self.local.shape[::step]
+        boxes = []
         for box in self.shard.boxes():
-            first = [max(start, begin) for start, begin in zip(box.shard, at, strict=True)]
-            ends = zip(box.shard, box.size, at, size, strict=True)
-            length = [min(start + n, begin + m) - low for (start, n, begin, m), low in zip(ends, first, strict=True)]
-            if all(one > 0 for one in length):
-                full = [there + low - start for there, low, start in zip(box.full, first, box.shard, strict=True)]
-                here = [low - begin for low, begin in zip(first, at, strict=True)]
-                boxes.append(type(box)(tuple(full), tuple(here), tuple(length)))
+            begin = tuple(map(max, box.shard, starts))
+            end = map(min, map(add, box.shard, box.size), map(add, starts, sizes))
+            size = tuple(map(sub, end, begin))
+            if min(size, default=1) > 0:
+                full = map(add, box.full, map(sub, begin, box.shard))
+                boxes.append(Box(tuple(full), tuple(map(sub, begin, starts)), size))
         return boxes
 
     def __create_chunk_list__(self) -> list[Any]:
@@ -303,6 +300,12 @@ def held(value: Tensor, shard: Shard) -> Tensor:
     if not shard.is_part:
         return value
     return shard.gather(value).clone() if whole_state_is_asked() else ShardTensor.of(value, shard)
+
+
+def taken(value: Any, parameter: Tensor) -> Any:
+    """Return what a parameter or its optimizer holds of a value of a state dict: the shard itself; for a DTensor, one
+    that is sharded like it."""
+    return from_local_like(value.local, parameter) if isinstance(value, ShardTensor) else value
 
 
 def unwrap(value: Any) -> Any:

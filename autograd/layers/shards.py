@@ -22,8 +22,8 @@ from ..arguments import as_int
 from ..names import plain_name
 from ..overlap.routes import decisions_of
 from ..torch_internals import own_parameters
-from .dtensors import from_local_like, is_dtensor
-from .shard import Shard, ShardTensor, held
+from .dtensors import is_dtensor
+from .shard import Shard, ShardTensor, held, taken
 
 Layer = TypeVar("Layer", bound="Sharded")
 
@@ -172,7 +172,7 @@ def set_shard(parameter: Tensor, shard: Shard | None) -> None:
     _set(parameter, shard)
     for name in ("__deepcopy__", "detach"):
         parameter.__dict__.pop(name, None)
-    if shard is not None and shard.is_part and type(parameter) is nn.Parameter:
+    if shard is not None and type(parameter) is nn.Parameter:
         of = _OwnParameter(parameter)
         parameter.__dict__.update(__deepcopy__=of.copy, detach=of.detach)
 
@@ -259,9 +259,9 @@ def _hold_shards(module: nn.Module, state: Any, prefix: str, _: Any) -> None:
 def _take_shards(module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
     """Replace ShardTensors in a state dict by what the module's parameters are: a hook before it is loaded."""
     for name, parameter in own_parameters(module).items():
-        value = state.get(prefix + name)
-        if isinstance(value, ShardTensor) and repr(value.shard) == repr(getattr(parameter, "shard", None)):
-            state[prefix + name] = from_local_like(value.local, parameter)
+        value, shard = state.get(prefix + name), getattr(parameter, "shard", None)
+        if parameter is not None and isinstance(value, ShardTensor) and repr(value.shard) == repr(shard):
+            state[prefix + name] = taken(value, parameter)
 
 
 def describe(model: nn.Module) -> str:

@@ -161,6 +161,12 @@ def copy_own_modules(comm: Communicator) -> None:
     tied = nn.ModuleList([model[0], model[0]])
     assert (twin := copy.deepcopy(tied))[0].scale is twin[1].scale
     assert type(model[0].scale.detach()) is Tensor  # in a forward pass it is a plain tensor
+    lone = nn.Linear(2, 1, bias=False)  # replicated, with gradients to sum
+    ad.set_shard(lone.weight, ad.Shard(comm, None, (1, 2), partial=True))
+    lone = copy.deepcopy(lone)
+    lone.weight.grad = torch.ones(1, 2)
+    ad.finish_gradients(lone)
+    assert torch.equal(lone.weight.grad, torch.full((1, 2), float(comm.size)))
     ad.set_shard(model[0].scale, None)
     assert type(model.state_dict()["0.scale"]) is Tensor and not hasattr(copy.deepcopy(model)[0].scale, "shard")
 

@@ -105,44 +105,51 @@ def test_training_steps_equal_those_of_the_unsharded_model(
     ranks.run(4, run_on_mesh, str(tmp_path / "store"), train_and_compare, kind, sequence_parallel, norm_type)
 
 
+def sharded_on_both_axes(seed: int, mesh: ad.Mesh, data_mesh: Any) -> tuple[Any, torch.optim.Optimizer]:
+    """A model of layers, and a parameter of the user's without gradients, after a step."""
+    model: Any = ad.parallelize(make_unsharded(), mesh["tp"], ad.plans.llama, sequence_parallel=False)
+    model.extra = nn.Module()
+    part = torch.arange(12.0).view(6, 2).chunk(2, 1)[mesh["tp"].rank].contiguous()
+    model.extra.weight = nn.Parameter(part.double() * seed)
+    ad.set_shard(model.extra.weight, ad.Shard(mesh["tp"], 1, (6, 2)))
+    with ad.keep_shards(model):
+        for block in (*model.model.layers, model):
+            fully_shard(block, mesh=data_mesh)
+    optimizer = sgd(model)
+    model(**batch(seed)).loss.backward()
+    ad.finish_gradients(model)
+    optimizer.step()
+    return model, optimizer
+
+
+def full_states(comm: Communicator, model: Any, optimizer: Any) -> Any:
+    state = ad.full_optimizer_state_dict(model, optimizer, comm=comm, rank0_only=False)["state"]
+    return ad.full_state_dict(model, comm, rank0_only=False), state
+
+
 def save_and_load_shards(comm: Communicator, mesh: ad.Mesh, data_mesh: Any, folder: str) -> None:
     """torch.distributed.checkpoint takes the states of a model that both axes shard, and gives each rank its part."""
     import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
-
-    def make(seed: int) -> tuple[Any, torch.optim.Optimizer]:
-        model: Any = ad.parallelize(make_unsharded(), mesh["tp"], ad.plans.llama, sequence_parallel=False)
-        model.extra = nn.Module()
-        part = torch.arange(12.0).view(6, 2).chunk(2, 1)[mesh["tp"].rank].contiguous()
-        model.extra.weight = nn.Parameter(part.double() * seed)
-        ad.set_shard(model.extra.weight, ad.Shard(mesh["tp"], 1, (6, 2)))
-        with ad.keep_shards(model):
-            for block in (*model.model.layers, model):
-                fully_shard(block, mesh=data_mesh)
-        optimizer = sgd(model)
-        model(**batch(seed)).loss.backward()
-        ad.finish_gradients(model)
-        optimizer.step()
-        return model, optimizer
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_model_state_dict,
+        get_optimizer_state_dict,
+    )
 
     def states(model: Any, optimizer: Any) -> dict[str, Any]:
         moments = ad.dcp_optimizer_state_dict(model, optimizer)
         torchs = get_optimizer_state_dict(model, optimizer)
         return {"model": model.state_dict(), "ours": ad.dcp_state_dict(model), "moments": moments, "torchs": torchs}
 
-    def full(model: Any, optimizer: Any) -> Any:
-        state = ad.full_optimizer_state_dict(model, optimizer, comm=comm, rank0_only=False)["state"]
-        return ad.full_state_dict(model, comm, rank0_only=False), state
-
-    (model, optimizer), (other, fresh) = make(1), make(2)
-    expected = full(model, optimizer)
+    (model, optimizer), (other, fresh) = (sharded_on_both_axes(seed, mesh, data_mesh) for seed in (1, 2))
+    expected = full_states(comm, model, optimizer)
     dcp.save(states(model, optimizer), checkpoint_id=folder)
     dcp.load(loaded := states(other, fresh), checkpoint_id=folder)
-    torch.testing.assert_close(full(other, fresh), expected, rtol=0, atol=0)
+    torch.testing.assert_close(full_states(comm, other, fresh), expected, rtol=0, atol=0)
     other.load_state_dict({name: value.clone() * 2 for name, value in loaded["model"].items()})
-    assert torch.equal(full(other, fresh)[0]["lm_head.weight"], expected[0]["lm_head.weight"] * 2)
-    from torch.distributed.checkpoint.state_dict import StateDictOptions
-
+    doubled = ad.full_state_dict(other, comm, rank0_only=False)["lm_head.weight"]
+    assert torch.equal(doubled, expected[0]["lm_head.weight"] * 2)
+    fresh.step()
     whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     torch.testing.assert_close({**whole}, expected[0], rtol=0, atol=0)
     if comm.rank == 0:  # as a program without ranks reads it
@@ -155,9 +162,30 @@ def save_and_load_shards(comm: Communicator, mesh: ad.Mesh, data_mesh: Any, fold
             torch.testing.assert_close({**state[key]}, expected[0], rtol=0, atol=0)
 
 
+def load_optimizer_states(comm: Communicator, mesh: ad.Mesh, data_mesh: Any) -> None:
+    """An optimizer holds DTensors again after it has loaded its own state, a copy of it, or whole tensors."""
+    model, optimizer = sharded_on_both_axes(1, mesh, data_mesh)
+    expected, own = full_states(comm, model, optimizer), optimizer.state_dict()
+    names = [name for name, _ in model.named_parameters()]
+    parts = {at for at, one in enumerate(model.parameters()) if one.shard is not None and one.shard.is_part}
+    whole = {at: dict(expected[1][names[at]]) if at in parts else row for at, row in own["state"].items()}
+    for state in (copy.deepcopy({**own, "state": whole}), copy.deepcopy(own), own):  # `fresh` steps own tensors too
+        other, fresh = sharded_on_both_axes(2, mesh, data_mesh)
+        other.load_state_dict(model.state_dict())
+        fresh.load_state_dict(state)
+        assert all(type(row["momentum_buffer"]).__name__ == "DTensor" for row in fresh.state.values())
+        torch.testing.assert_close(full_states(comm, other, fresh), expected, rtol=0, atol=0)
+        fresh.step()
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_states_of_both_axes_in_torchs_checkpoints(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(4, run_on_mesh, str(tmp_path / "store"), save_and_load_shards, str(tmp_path / "checkpoint"), timeout=180)
+    folder = str(tmp_path / "checkpoint")
+    ranks.run(4, run_on_mesh, str(tmp_path / "store"), save_and_load_shards, folder, timeout=180)
+
+
+def test_optimizer_states_of_both_axes(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(4, run_on_mesh, str(tmp_path / "store"), load_optimizer_states, timeout=180)
 
 
 def use_unmarked_models(comm: Communicator, mesh: ad.Mesh, data_mesh: Any) -> None:
