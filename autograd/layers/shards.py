@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from pynccl import Communicator
-from pynccl.bindings.values import INT_MAX, instance, shown
+from pynccl.bindings.values import INT_MAX, instance, integer, listed, shown
 
-from ..arguments import as_int
+from ..arguments import as_int, as_list, check_comm, check_splits, check_type
 from ..ops.all_gather import all_gather
 from ..overlap.routes import decisions_of
 from ..torch_internals import own_parameters
@@ -64,7 +64,11 @@ class Shard:
         blocks: int | Sequence[int] = 1,
         transposed: bool = False,
     ) -> None:
-        self.comm, self.dim, self.shape, self.partial = comm, dim, tuple(shape), partial
+        check_comm("Shard", comm, dim=dim, shape=shape)
+        sizes = [checked_size("Shard: shape", size) for size in listed(shape, "Shard: shape", "a sequence of sizes")]
+        check_type("Shard: partial", "bool", partial)
+        check_type("Shard: transposed", "bool", transposed)
+        self.comm, self.dim, self.shape, self.partial = comm, dim, tuple(sizes), partial
         self.transposed = transposed
         self.splits: tuple[int, ...] = ()
         self.blocks: tuple[int, ...] = ()  # sizes
@@ -80,8 +84,8 @@ class Shard:
                 raise ValueError(
                     f"Shard: dimension {dim} of {list(local)} is not divisible by {comm.size} ranks; pass splits="
                 )
-            self.splits = tuple(splits) if splits is not None else (size // comm.size,) * comm.size
-            if len(self.splits) != comm.size or sum(self.splits) != size:
+            self.splits = check_splits("Shard", splits, comm) or (size // comm.size,) * comm.size
+            if sum(self.splits) != size:
                 raise ValueError(
                     f"Shard: splits is {self.splits}, expected {comm.size} sizes that add up to {size}, the size of "
                     f"dimension {dim} of {list(self.shape)}"
@@ -111,19 +115,23 @@ class Shard:
 
     def local(self, full: Tensor) -> Tensor:
         """Return this rank's shard of the full parameter: a view, if there is one block."""
-        if tuple(full.shape) != self.shape:
-            raise ValueError(
-                f"Shard: got a tensor of shape {list(full.shape)}, expected the full parameter, {list(self.shape)}"
-            )
+        self.check_full("Shard: full", full)
         full = full.t() if self.transposed else full
         if self.dim is None:
             return full
         parts = [full.narrow(self.dim, start, size) for start, size in self.ranges()]
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
+    def check_full(self, name: str, full: Any) -> None:
+        instance(full, Tensor, name, "the full parameter, a torch.Tensor")
+        if tuple(full.shape) != self.shape or full.layout is not torch.strided:
+            found = f"a tensor of shape {list(full.shape)}" + f", {full.layout}" * (full.layout is not torch.strided)
+            raise ValueError(f"{name}: got {found}, expected the full parameter, {list(self.shape)}, dense")
+
     def gather(self, part: Tensor) -> Tensor:
         """Return the full parameter, on every rank, from each rank's shard. A collective: every rank must call it. A
         DTensor (FSDP2) is gathered over its own mesh first."""
+        instance(part, Tensor, "Shard.gather: part", "this rank's shard, a torch.Tensor")
         full = full_tensor(part)
         if self.dim is not None:
             full = all_gather(full, self.comm, self.dim, grad="sum", splits=self.splits)
@@ -166,9 +174,9 @@ def sizes_of_blocks(name: str, blocks: Any, size: int, ranks: int) -> tuple[int,
     """Return the sizes of `blocks` (a number of equal blocks, or sizes) that add up to `size`. ValueError if they do
     not, or if the size of one of several blocks is not divisible by the number of ranks."""
     count = as_int(blocks)
-    sizes: list[Any] = [size // count] * int(count) if count else []
-    if count is None and isinstance(blocks, Sequence):
-        sizes = list(map(as_int, blocks))
+    sizes: list[Any] = [size // count] * int(count) if count and count <= size else []
+    if count is None:
+        sizes = list(map(as_int, as_list(blocks) or ()))
     if count != 1 and (None in sizes or sum(sizes) != size or any(one < 0 or one % ranks for one in sizes)):
         raise ValueError(
             f"{name}: blocks is {shown(blocks)}, expected the number of equal blocks in {size} features, or their "
@@ -183,6 +191,10 @@ def checked_size(what: str, value: Any) -> int:
     if size is None or not 0 <= size <= INT_MAX:
         raise ValueError(f"{what} is {shown(value)}, expected an integer >= 0, up to {INT_MAX}")
     return int(size)
+
+
+def checked_seq_dim(name: str, seq_dim: Any) -> int:
+    return integer(seq_dim, f"{name}: seq_dim", -INT_MAX, INT_MAX, "a dimension of x, an integer")
 
 
 class Sharded(nn.Module):
@@ -206,6 +218,8 @@ class Sharded(nn.Module):
         raise NotImplementedError
 
     def _make_parameters(self, bias: bool, device: Any, dtype: torch.dtype | None) -> None:
+        if dtype is not None and not (dtype.is_floating_point or dtype.is_complex):
+            raise TypeError(f"{type(self).__name__}: dtype is {dtype}, expected a floating-point or complex dtype")
         if device is None and torch.get_default_device().type != "meta":  # within `with torch.device("meta")`
             device = self.comm.device
         for name, shard in self.shards().items():
@@ -227,9 +241,11 @@ class Sharded(nn.Module):
     def take(self: Layer, module: nn.Module) -> Layer:
         """Replace the parameters with this rank's shards of an unsharded module's, which must be equal on all ranks.
         They keep its device, dtype and requires_grad."""
+        instance(module, nn.Module, f"{type(self).__name__}.take: module", "the unsharded torch.nn.Module")
         for name, shard in self.shards().items():
-            full: Tensor | None = getattr(module, name)
-            if full is not None:
+            full: Tensor | None = getattr(module, name, None)
+            if full is not None or name == "weight":
+                shard.check_full(f"{type(self).__name__}.take: module: {name}", full)
                 local = shard.local(full.detach()).clone(memory_format=torch.contiguous_format)
                 setattr(self, name, nn.Parameter(local, requires_grad=full.requires_grad))
         self._mark()
@@ -242,7 +258,10 @@ class Sharded(nn.Module):
             raise ValueError(f"load_full: bias is {shown(bias)}, but the layer has {'one' if bias is None else 'none'}")
         shards = self.shards()
         for name, full in {"weight": weight, "bias": bias}.items():
-            if full is not None:
+            if full is not None or name == "weight":
+                shards[name].check_full(f"load_full: {name}", full)
+                if full.is_meta and not getattr(self, name).is_meta:
+                    raise ValueError(f"load_full: {name} is on the meta device, which has no values")
                 getattr(self, name).copy_(shards[name].local(full))
 
     @torch.no_grad()
@@ -413,6 +432,7 @@ def describe(model: nn.Module) -> str:
     bytes on this rank with their sum. Tied parameters count once. Use `print(ad.describe(model))`.
 
     Lines below it show the `overlap` decision for each pass of each layer, or how far its trial is."""
+    instance(model, nn.Module, "describe: model", "a torch.nn.Module")
     rows = [("parameter", "module", "full", "local", "split", "bytes")]
     seen: dict[int, str] = {}
     total = full_total = 0
