@@ -18,6 +18,7 @@ from pynccl import Communicator
 from pynccl.bindings.values import instance, listed, shown
 
 from ..agreement import DeferredCheck
+from ..arguments import checked
 from ..ops.all_reduce import all_reduce
 from ..streams import is_capturing
 from .dtensors import is_dtensor, local_tensor, sharding_groups
@@ -26,6 +27,7 @@ from .shards import shard_of
 _in_backward: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
 
+@checked
 def finish_gradients(parameters: nn.Module | Iterable[Tensor], bucket_bytes: float = 64e6) -> None:
     """Sum the gradients that are partial after backward(): those of parameters that saw a shard of the sequence.
 
@@ -136,6 +138,7 @@ def _check_dense(name: str, parameter: Tensor, grad: Tensor) -> None:
         )
 
 
+@checked
 @torch.no_grad()
 def clip_grad_norm_(
     parameters: nn.Module | Iterable[Tensor],
