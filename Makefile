@@ -49,6 +49,7 @@ test-all: test test-driver
 	$(PY) scripts/faults/fuzzer.py autograd --runs 20 $(if $(SEED),--seed $(SEED))
 	$(PY) scripts/faults/fuzzer.py overlap --runs 100 $(if $(SEED),--seed $(SEED))
 	$(PY) scripts/faults/fuzzer.py models --runs 60 $(if $(SEED),--seed $(SEED))
+	$(PY) scripts/faults/fuzzer.py arguments --runs 3000 --ranks 1,2 --seed $(shell date +%y%j)0000
 	$(PY) scripts/faults/campaign.py --runs 100 $(if $(SEED),--seed $(SEED))
 
 semantics: $(STAMP)

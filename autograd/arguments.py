@@ -8,8 +8,10 @@ since they communicate nothing. Checks that only one collective needs are in its
 from __future__ import annotations
 
 import functools
+import inspect
+import numbers
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
@@ -149,7 +151,9 @@ def check_reduce_dtype(operation: str, x: Tensor, reduce_dtype: Any) -> torch.dt
     if reduce_dtype is None:
         return None
     if not isinstance(reduce_dtype, torch.dtype):
-        raise TypeError(f"{operation}: reduce_dtype is {reduce_dtype!r}, expected a torch.dtype, e.g. torch.float32")
+        raise TypeError(
+            f"{operation}: reduce_dtype is {shown(reduce_dtype)}, expected a torch.dtype, e.g. torch.float32"
+        )
     if x.is_complex():
         reduce_dtype = REAL_OF.get(reduce_dtype, reduce_dtype)
     exact = reduce_dtype.is_floating_point or not (x.is_floating_point() or x.is_complex())
@@ -198,6 +202,60 @@ def require_grad_keyword(function: Callable[P, R]) -> Callable[P, R]:
     return wrapper
 
 
+def check_device(name: str, device: Any) -> None:
+    try:
+        torch.device(device)
+    except Exception:  # raised by torch, or by a user's object
+        raise TypeError(f"{name} is {shown(device)}, expected a device of torch, such as 'cpu', or None") from None
+
+
+# Annotation of a parameter -> its types, and what the error expects.
+_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+    "bool": ((int, type(None)), "True or False"),
+    "float": ((numbers.Real,), "a number"),
+    "Dtype": ((torch.dtype, type(None)), "a torch.dtype, such as torch.float32, or None"),
+}
+_TYPES["torch.dtype | None"] = _TYPES["Dtype"]
+
+
+def check_type(name: str, annotation: str, value: Any) -> None:
+    """Raise TypeError unless `value` is of this annotation. Arrays without dimensions pass as numbers and bools."""
+    kinds, expected = _TYPES[annotation]
+    valid = isinstance(value, kinds) or (annotation in ("bool", "float") and attribute(value, "ndim") == 0)
+    if annotation == "float" and isinstance(value, int):
+        valid = not isinstance(value, bool) and value.bit_length() < 64  # torch takes no longer ones
+    if not valid:
+        raise TypeError(f"{name} is {shown(value)}, expected {expected}")
+
+
+def checked(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function that is not compiled: arguments with an annotation of _TYPES, and `device`, are checked."""
+    parameters = list(inspect.signature(function).parameters.values())
+    of_class = function.__name__ == "__init__"
+
+    @functools.wraps(function)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        owner = type(args[0]).__name__ if of_class else function.__name__
+        named = ((parameter, kwargs[parameter.name]) for parameter in parameters if parameter.name in kwargs)
+        for parameter, value in (*zip(parameters, args, strict=False), *named):
+            if parameter.annotation in _TYPES:
+                check_type(f"{owner}: {parameter.name}", parameter.annotation, value)
+            elif parameter.name == "device" and value is not None:
+                check_device(f"{owner}: device", value)
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+def as_list(value: Any) -> list[Any] | None:
+    """Return a sequence, an array or a tensor as a list; None for anything else."""
+    try:
+        listed = value.tolist() if attribute(value, "tolist") is not None else list(value)
+        return None if isinstance(value, (str, bytes, dict)) or not isinstance(listed, list) else listed
+    except Exception:  # raised by torch, or by a user's object
+        return None
+
+
 def as_int(value: Any) -> Any:
     """Return `value` as an int if it is an integer of any library, else None. Symbolic sizes are returned unchanged."""
     if type(value) is int or isinstance(value, torch.SymInt):
@@ -242,19 +300,16 @@ def check_splits(operation: str, splits: Splits, comm: Communicator, name: str =
     """Return `splits` as a tuple of one size >= 0 per rank."""
     if splits is None:
         return None
-    values: Any = splits
-    if attribute(values, "tolist") is not None:  # a tensor, a NumPy array
-        values = values.tolist()
-    if isinstance(values, (str, bytes, dict)) or not isinstance(values, Iterable):
+    values = as_list(splits)
+    if values is None:
         raise TypeError(f"{operation}: {name} is {shown(splits)}, expected a list with one integer for each rank")
-    values = tuple(values)
     sizes = tuple(as_int(size) for size in values)
     if None in sizes:
-        raise TypeError(f"{operation}: {name} is {values}, expected integers, one for each rank")
+        raise TypeError(f"{operation}: {name} is {shown(values)}, expected integers, one for each rank")
     if len(sizes) != comm.size:
         raise ValueError(f"{operation}: {name} is {sizes}, expected one size for each of {comm.size} ranks")
-    if any(size < 0 for size in sizes):
-        raise ValueError(f"{operation}: {name} is {sizes}, expected sizes >= 0")
+    if any(not 0 <= size < 2**63 for size in sizes):
+        raise ValueError(f"{operation}: {name} is {sizes}, expected sizes in 0..2**63-1")
     return sizes
 
 

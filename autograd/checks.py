@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pynccl import Communicator, NcclInvalidUsage
+from pynccl.bindings.values import shown
 from pynccl.comm.consistency import compare_rows, exchange
 from pynccl.watch.frames import call_site
 
@@ -42,8 +43,8 @@ def anchor(loss: Tensor, *outputs: Tensor) -> Tensor:
     TypeError if an argument is not a tensor.
     """
     for role, x in (("loss", loss), *(("an output", out) for out in outputs)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"anchor: {role} is a {type(x).__name__}, expected a torch.Tensor")
+        if not isinstance(x, Tensor) or x.layout is not torch.strided:
+            raise TypeError(f"anchor: {role} is {shown(x)}, expected a dense torch.Tensor")
     reached = [out for out in outputs if out.is_floating_point() or out.is_complex()]
     if not reached:
         return loss

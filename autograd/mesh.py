@@ -46,7 +46,9 @@ class Mesh(Shared):
         timeout  seconds, as in Communicator.from_process_group
         """
         import torch.distributed as dist
+        from torch.distributed.device_mesh import DeviceMesh
 
+        instance(mesh, DeviceMesh, "from_device_mesh: mesh", "a DeviceMesh of torch")
         ranks, sizes = mesh.mesh.flatten().tolist(), mesh.mesh.shape
         if dist.get_rank() not in ranks:
             raise ValueError(f"from_device_mesh: rank {dist.get_rank()} is not in the mesh, whose ranks are {ranks}")
@@ -76,6 +78,7 @@ class Mesh(Shared):
                 f"to_device_mesh: torch.distributed {state}; call init_process_group with world_size={self.comm.size} "
                 f"and rank={self.comm.rank}, as in the mesh"
             )
+        instance(device_type, (str, type(None)), "to_device_mesh: device_type", "a string such as 'cuda', or None")
         kind = device_type or self.comm.device.partition(":")[0]
         grid = torch.arange(self.comm.size).reshape(tuple(self.shape.values()))
         return DeviceMesh(kind, grid, mesh_dim_names=tuple(self.shape))
@@ -137,7 +140,7 @@ class Mesh(Shared):
     def _axes(self, axes: tuple[Any, ...]) -> tuple[str, ...]:
         """Return these names in the order of the mesh."""
         for name in axes:
-            if name not in self.shape:
+            if not isinstance(name, str) or name not in self.shape:
                 raise KeyError(f"the mesh has no axis {shown(name)}; it has {', '.join(map(repr, self.shape))}")
         if not axes or len(set(axes)) < len(axes):
             raise KeyError(f"mesh[{', '.join(map(repr, axes))}]: expected one axis, or several distinct ones")

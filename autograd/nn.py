@@ -9,6 +9,7 @@ the functions return a copy.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
@@ -16,9 +17,20 @@ import torch
 from torch import Tensor
 
 from pynccl import Communicator
-from pynccl.bindings.values import attribute
+from pynccl.bindings.values import attribute, instance
 
-from .arguments import SUM_OPS, AnyOp, Grad, Op, check_comm, check_grad, check_op, check_rank, require_grad_keyword
+from .arguments import (
+    SUM_OPS,
+    AnyOp,
+    Grad,
+    Op,
+    as_list,
+    check_comm,
+    check_grad,
+    check_op,
+    check_rank,
+    require_grad_keyword,
+)
 from .ops.all_gather import all_gather, reduce_scatter, split
 from .ops.all_reduce import PreMul, all_reduce, copy
 from .ops.all_to_all import all_to_all
@@ -78,7 +90,7 @@ _SIZES = ("splits", "send_splits", "recv_splits", "halo")
 
 def _frozen(sizes: Any) -> Any:
     """Return sizes as tuples, so that later changes of the lists and tensors passed have no effect."""
-    sizes = sizes.tolist() if attribute(sizes, "tolist") is not None else sizes
+    sizes = (as_list(sizes) or sizes) if attribute(sizes, "tolist") is not None else sizes
     return tuple(_frozen(size) for size in sizes) if isinstance(sizes, list | tuple) else sizes
 
 
@@ -261,6 +273,8 @@ class Sequential(torch.nn.Sequential):
     """
 
     def __init__(self, *modules: Any, overlap: Overlap = "auto") -> None:
+        for module in modules:
+            instance(module, (torch.nn.Module, OrderedDict), "nn.Sequential: modules", "torch.nn.Modules")
         super().__init__(*modules)
         as_config("nn.Sequential", overlap, "column")  # raises if it is invalid
         self.overlap = overlap

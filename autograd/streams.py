@@ -18,10 +18,12 @@ from torch import Tensor
 
 import pynccl
 from pynccl import Communicator
-from pynccl.bindings.values import shown
+from pynccl.bindings.values import attribute, shown
 from pynccl.comm.observers import waiting
 from pynccl.interop.handles import source_of, vouched
 from pynccl.interop.streams import stream_handle
+
+from .arguments import check_comm
 
 HIGH = -1  # priority of communication streams
 
@@ -169,8 +171,9 @@ def set_side_stream(comm: Communicator, stream: Any) -> None:
 
     Call it on every rank before the first `start` or overlapped layer; RuntimeError afterwards, because work may be in
     progress on another stream. TypeError for a wrong stream."""
+    check_comm("set_side_stream", comm, stream=stream)
     if comm.library.is_host:
-        if not isinstance(stream, pynccl.Stream) or not hasattr(stream, "submit"):
+        if attribute(stream, "submit") is None or not isinstance(stream, pynccl.Stream):
             raise TypeError(
                 f"set_side_stream: stream is {shown(stream)}, expected a stream of pynccl.create_stream() for the host "
                 "library (on a GPU, also a torch or cuda.core stream)"

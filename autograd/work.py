@@ -61,7 +61,8 @@ def start(operation: Callable[P, Tensor], *args: P.args, **options: P.kwargs) ->
     plan = attribute(operation, "plan")
     if not callable(plan):
         raise TypeError(
-            f"start: {shown(operation)} is not a collective of pynccl_autograd; pass one, e.g. ad.all_reduce"
+            f"start: operation is {shown(operation)}, which is not a collective of pynccl_autograd; pass one, e.g. "
+            "ad.all_reduce"
         )
     comm, call = plan(*args, **options)
     if torch.compiler.is_compiling():

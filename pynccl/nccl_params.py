@@ -14,7 +14,7 @@ def params(library: Library | None = None) -> dict[str, str]:
     """Return all published parameters of the loaded library with their current values.
 
     Set NCCL_PARAM_DUMP_ALL=true to include the unpublished ones."""
-    library = chosen(library)
+    library = chosen(library, "params")
     table, length = ctypes.POINTER(ctypes.c_char_p)(), ctypes.c_int()
     library.check(
         library.ncclParamGetAllParameterKeys(ctypes.byref(table), ctypes.byref(length)), "ncclParamGetAllParameterKeys"
@@ -25,11 +25,11 @@ def params(library: Library | None = None) -> dict[str, str]:
 
 def param(key: str, library: Library | None = None) -> str:
     """Return the value of one parameter, as NCCL formats it. Raises NcclInvalidArgument for an unknown name."""
-    library = chosen(library)
+    library = chosen(library, "param")
     name = text(key, "param: key", "the name of a parameter, a string such as 'NCCL_DEBUG',")
     value, length = ctypes.c_char_p(), ctypes.c_int()
     code = library.ncclParamGetParameter(name, ctypes.byref(value), ctypes.byref(length))
-    library.check(code, f"ncclParamGetParameter({key!r})")
+    library.check(code, f"param: ncclParamGetParameter({key!r})")
     return (value.value or b"").decode()
 
 
@@ -37,7 +37,7 @@ def set_encryption(psk: str | None, library: Library | None = None) -> None:
     """Encrypt NCCL's TCP sockets with a pre-shared key; None: plain text.
 
     Call it on all ranks, before the first communicator is created."""
-    library = chosen(library)
+    library = chosen(library, "set_encryption")
     mode = EncryptionMode.NONE if psk is None else EncryptionMode.PSK
     try:
         key = None if psk is None else text(psk, "psk")

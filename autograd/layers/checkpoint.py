@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from pynccl import Communicator, progress
-from pynccl.bindings.values import instance, shown
+from pynccl.bindings.values import instance, path_of, shown
 
 from ..agreement import raise_on_all_ranks, run_on_all_ranks, try_call
-from ..arguments import check_comm
+from ..arguments import check_comm, checked
 from ..names import plain_name, plain_names
 from ..torch_internals import FSDP1, wrapped_in
 from .checkpoint_files import Path_, Saving, Source, check_types, source_of
@@ -114,6 +114,7 @@ def is_first(comm: Communicator | None) -> bool:
 # ---------------------------------------------------------------------------------------------------------- saving
 
 
+@checked
 def full_state_dict(model: nn.Module, comm: Communicator | None = None, rank0_only: bool = True) -> dict[str, Any]:
     """Return the state dict of the unsharded model, on the CPU. A collective: every rank must call it.
 
@@ -168,7 +169,9 @@ def save_full_state_dict(
     comm = comm_of(operation, model, comm)
     entries, others = entries_of(model)
     run_on_all_ranks(comm, lambda: _check_save(operation, path, entries, others, max_shard_bytes))
-    saving = run_on_all_ranks(comm, lambda: Saving(operation, Path(path), max_shard_bytes) if is_first(comm) else None)
+    saving = run_on_all_ranks(
+        comm, lambda: Saving(operation, Path(os.fsdecode(path)), max_shard_bytes) if is_first(comm) else None
+    )
     problem: Exception | None = None
     try:
         for entry in progress.over(entries, "saving", "tensor", own=is_first(comm)):
@@ -188,7 +191,7 @@ def _add(saving: Saving, entry: Entry) -> None:
 
 
 def _check_save(operation: str, path: Any, entries: list[Entry], others: dict[str, Any], max_shard_bytes: Any) -> None:
-    instance(path, (str, os.PathLike), f"{operation}: path", "a .safetensors file, or a folder")
+    path_of(path, f"{operation}: path", "a .safetensors file, or a folder")
     instance(max_shard_bytes, (int, float), f"{operation}: max_shard_bytes", "a number of bytes")
     if not max_shard_bytes > 0:
         raise ValueError(f"{operation}: max_shard_bytes is {shown(max_shard_bytes)}, expected a number above 0")
@@ -213,6 +216,7 @@ def check_values(operation: str, entries: list[Entry]) -> None:
 # --------------------------------------------------------------------------------------------------------- loading
 
 
+@checked
 def load_full_state_dict(
     model: nn.Module,
     state: Mapping[str, Any] | Path_ | None,

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from pynccl import Communicator
-from pynccl.bindings.values import shown
+from pynccl.bindings.values import path_of, shown
 
 from ..agreement import broadcast_object, gathered, run_on_all_ranks, try_call
 
@@ -80,7 +80,7 @@ def source_of(operation: str, comm: Communicator | None, state: Any) -> Source:
 
 def _local_source(operation: str, state: Any) -> Source:
     if isinstance(state, (str, os.PathLike)):
-        return _source_of_files(operation, Path(state))
+        return _source_of_files(operation, Path(path_of(state, f"{operation}: state")))
     if not isinstance(state, Mapping):
         raise TypeError(
             f"{operation}: state is {shown(state)}, expected a state dict, a path, or None if only rank 0 has it"

@@ -14,6 +14,7 @@ from pynccl import Communicator
 from pynccl.bindings.values import instance, shown
 
 from ..agreement import difference, raise_on_all_ranks, run_on_all_ranks, try_call
+from ..arguments import checked
 from ..names import plain_name, plain_names
 from .checkpoint import Entry, check_values, comm_of, entries_of, is_first
 from .checkpoint_files import Source, source_of
@@ -26,6 +27,7 @@ _SEPARATOR = "\0"  # between a parameter's name and a key of its optimizer state
 # ------------------------------------------------------------------------------------------------- full states
 
 
+@checked
 def full_optimizer_state_dict(
     model: nn.Module, optimizer: torch.optim.Optimizer, comm: Communicator | None = None, rank0_only: bool = True
 ) -> dict[str, Any]:
@@ -165,7 +167,7 @@ def _flattened(operation: str, state: Any, model: nn.Module, known: Mapping[Tens
         values = {names.get(name, name): row for name, row in state["state"].items()}
         rows = {f"{name}{_SEPARATOR}{key}": one for name, row in values.items() for key, one in row.items()}
         return {"": groups, **rows}
-    except (TypeError, KeyError, AttributeError, ValueError):
+    except Exception:  # of another structure
         raise TypeError(
             f"{operation}: state is {shown(state)}, expected the return value of full_optimizer_state_dict: "
             '{"state": {name: {..}}, "param_groups": [..]}'

@@ -25,7 +25,7 @@ from pynccl.bindings.resource import Shared
 from pynccl.bindings.values import attribute, instance, shown
 
 from ..agreement import difference
-from ..arguments import check_comm, check_reduce_dtype, storage_was_freed
+from ..arguments import check_comm, check_reduce_dtype, checked, storage_was_freed
 from ..names import plain_name
 from ..streams import producer_stream, wait_for
 from ..torch_internals import backward_pass, tensors_in
@@ -72,6 +72,7 @@ class DataParallelGradients(Shared):
     were views of buckets in flight are None; the next pass does not depend on it.
     """
 
+    @checked
     def __init__(
         self,
         model: nn.Module,
@@ -85,7 +86,7 @@ class DataParallelGradients(Shared):
         check_comm("DataParallelGradients", comm, model=model)
         instance(model, nn.Module, "DataParallelGradients: model", "a torch.nn.Module")
         comm.check_alive()
-        if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, (int, float)) or not bucket_bytes > 0:
+        if not bucket_bytes > 0:
             raise ValueError(
                 f"DataParallelGradients: bucket_bytes is {shown(bucket_bytes)}, expected a number of bytes above 0"
             )

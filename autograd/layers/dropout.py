@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pynccl import Communicator
-from pynccl.bindings.values import instance, shown
+from pynccl.bindings.values import shown
 
 from .. import rng
-from ..arguments import check_comm
+from ..arguments import check_comm, checked
 
 ELEMENTWISE: dict[type[nn.Module], str] = {nn.Dropout: "dropout", nn.AlphaDropout: "alpha_dropout"}
 FUNCTIONS = {  # torch's dropout modules -> functions of torch.nn.functional
@@ -41,9 +41,9 @@ class Dropout(nn.Dropout):
 
     __call__: Callable[..., Tensor]  # for type checkers: nn.Module's returns Any
 
+    @checked
     def __init__(self, p: float, comm: Communicator, sharded: bool = True, inplace: bool = False) -> None:
         check_comm("Dropout", comm, p=p)
-        instance(p, (int, float), "Dropout: p", "a probability, from 0 to 1")
         if not 0 <= p <= 1:
             raise ValueError(f"Dropout: p is {shown(p)}, expected a probability, from 0 to 1")
         super().__init__(p, inplace)
@@ -59,6 +59,8 @@ class Dropout(nn.Dropout):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x with dropout in training, else x.   x [..] -> [..]"""
+        if not isinstance(x, Tensor) or x.layout is not torch.strided or not (x.is_floating_point() or x.is_complex()):
+            raise TypeError(f"Dropout: x is {shown(x)}, expected a dense tensor of floating-point numbers")
         if self.training and self.p > 0:
             return _dropout(self._function, x, self.p, self.comm, self.sharded, self.inplace)
         return F.dropout(x, self.p, False, self.inplace)

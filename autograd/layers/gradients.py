@@ -18,6 +18,7 @@ from pynccl import Communicator
 from pynccl.bindings.values import instance, listed, shown
 
 from ..agreement import DeferredCheck, check_not_in_group
+from ..arguments import checked
 from ..names import plain_name
 from ..ops.all_reduce import all_reduce
 from ..streams import is_capturing
@@ -27,6 +28,7 @@ from .shards import shard_of
 _in_backward: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
 
+@checked
 def finish_gradients(parameters: nn.Module | Iterable[Tensor], bucket_bytes: float = 64e6) -> None:
     """Sum the gradients that are partial after backward(): those of parameters that saw a shard of the sequence.
 
@@ -138,6 +140,7 @@ def _check_dense(name: str, parameter: Tensor, grad: Tensor) -> None:
         )
 
 
+@checked
 @torch.no_grad()
 def clip_grad_norm_(
     parameters: nn.Module | Iterable[Tensor],

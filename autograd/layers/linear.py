@@ -6,6 +6,7 @@ start and its end only. N is the number of ranks, r this rank; x is [s, .., in] 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -16,15 +17,15 @@ from torch import Tensor, nn
 from pynccl import Communicator
 from pynccl.bindings.values import attribute, shown
 
-from ..arguments import check_call, check_comm, check_dim
+from ..arguments import check_call, check_comm, check_dim, checked
 from ..ops.all_gather import all_gather
 from ..ops.all_reduce import copy
 from ..overlap.config import Overlap, as_config
 from ..overlap.functions import all_gather_matmul, copy_matmul, matmul_all_reduce, matmul_reduce_scatter
 from ..overlap.limits import prepare
 from ..wire import Dtype
-from .shard import Shard, sizes_of_blocks
-from .shards import Sharded, checked_size
+from .shard import Shard, checked_size, sizes_of_blocks
+from .shards import Sharded, checked_seq_dim
 
 Layer = TypeVar("Layer", bound="_ParallelLinear")
 
@@ -36,6 +37,7 @@ class _ParallelLinear(Sharded):
     kind: str  # which of TransformerEngine's defaults apply
     transposed = False  # whether the weight of the unsharded layer is [in, out]
 
+    @checked
     def __init__(
         self,
         in_features: int,
@@ -56,18 +58,13 @@ class _ParallelLinear(Sharded):
         check_comm(type(self).__name__, comm, in_features=in_features, out_features=out_features)
         in_features = checked_size(f"{type(self).__name__}: in_features", in_features)
         out_features = checked_size(f"{type(self).__name__}: out_features", out_features)
-        is_valid = isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex)
-        if dtype is not None and not is_valid:
-            raise TypeError(
-                f"{type(self).__name__}: dtype is {shown(dtype)}, expected a floating-point or complex dtype, such as "
-                "torch.float32"
-            )
         name, size = ("out_features", out_features) if self.dim == 0 else ("in_features", in_features)
         if size % comm.size:
             raise ValueError(f"{type(self).__name__}: {name} is {size}, not divisible by {comm.size} ranks; pad it")
         self.blocks = sizes_of_blocks(type(self).__name__, blocks, size, comm.size)
         self.in_features, self.out_features = in_features, out_features
-        self.comm, self.sequence_parallel, self.seq_dim = comm, sequence_parallel, seq_dim
+        self.comm, self.sequence_parallel = comm, sequence_parallel
+        self.seq_dim = checked_seq_dim(type(self).__name__, seq_dim)
         config = as_config(type(self).__name__, overlap, self.kind)
         self.overlap: Overlap = config if attribute(overlap, "workspace") is None else overlap
         if self.overlap is config:
@@ -84,6 +81,8 @@ class _ParallelLinear(Sharded):
         if not transposed and not isinstance(linear, nn.Linear):
             raise TypeError(f"{cls.__name__}.from_linear: linear is {shown(linear)}, expected a torch.nn.Linear")
         weight, has_bias = linear.weight.t() if transposed else linear.weight, linear.bias is not None
+        if given := options.keys() & {"device", "dtype"}:
+            raise TypeError(f"{cls.__name__}.from_linear: {min(given)} is that of linear; expected no {min(given)}=")
         outputs, inputs = weight.shape
         made = cls(inputs, outputs, comm, has_bias, sequence_parallel, "meta", weight.dtype, **options)
         made.transposed = transposed
@@ -123,6 +122,8 @@ class _ParallelLinear(Sharded):
             raise ValueError(
                 f"{type(self).__name__}: x has shape {list(x.shape)}, expected a last dimension of {self.in_features}"
             )
+        if x.device != self.weight.device:
+            raise ValueError(f"{type(self).__name__}: x is on {x.device}, the weight on {self.weight.device}")
 
     def _along_sequence(self, function: Callable[..., Any], x: Any) -> Any:
         """As `_overlapped`, for a function that needs the sequence in dimension 0."""
@@ -146,7 +147,7 @@ class _ParallelLinear(Sharded):
 
 
 # TypeErrors of Python name the function; users reach it by RowParallelLinear, which does not override it.
-_ParallelLinear.__init__.__qualname__ = "RowParallelLinear.__init__"
+inspect.unwrap(_ParallelLinear.__init__).__qualname__ = "RowParallelLinear.__init__"
 
 
 class ColumnParallelLinear(_ParallelLinear):
@@ -184,6 +185,7 @@ class ColumnParallelLinear(_ParallelLinear):
 
     dim, kind = 0, "column"
 
+    @checked
     def __init__(
         self,
         in_features: int,

@@ -281,7 +281,7 @@ def _roles(pattern: str, value: Any) -> _Roles:
             found[_FUNCTION] = {"makes": one}
             continue
         name, options = one if isinstance(one, tuple) and len(one) == 2 else (one, {})
-        if name not in (*LAYER_ROLES, *_KEPT_ROLES) or not isinstance(options, Mapping):
+        if not isinstance(name, str) or name not in (*LAYER_ROLES, *_KEPT_ROLES) or not isinstance(options, Mapping):
             raise ValueError(
                 f"{NAME}: the plan has the role {shown(one)} for {pattern!r}, expected a function, or one of "
                 f"{', '.join((*LAYER_ROLES, *_KEPT_ROLES))}, or a pair of one and a dict of options"

@@ -16,7 +16,7 @@ from pynccl import Communicator
 from pynccl.bindings.values import instance, shown
 
 from ..agreement import difference, run_on_all_ranks
-from ..arguments import check_comm
+from ..arguments import check_comm, checked
 from ..mesh import Mesh
 from ..overlap.config import Overlap
 from ..torch_internals import has_no_values, move_forward_hooks, uncompiled, wrapped_in
@@ -53,6 +53,7 @@ from .vocabulary import VocabParallelEmbedding, VocabParallelHead
 _SAMPLE = 16  # elements of each parameter that are compared
 
 
+@checked
 def parallelize(
     model: nn.Module,
     comm: Communicator,

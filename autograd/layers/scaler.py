@@ -9,7 +9,7 @@ import torch
 from pynccl import Communicator
 
 from ..agreement import check_not_in_group
-from ..arguments import check_comm
+from ..arguments import check_comm, checked
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -32,6 +32,7 @@ class GradScaler(torch.amp.GradScaler):
     torch.distributed.fsdp.sharded_grad_scaler does the same for a process group.
     """
 
+    @checked
     def __init__(self, comm: Communicator, device: str | None = None, **options: Any) -> None:
         check_comm("GradScaler", comm)
         comm.check_alive()

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from pynccl import Communicator
-from pynccl.bindings.values import shown
+from pynccl.bindings.values import INT_MAX, instance, listed, shown
 
-from ..arguments import as_int
+from ..arguments import as_int, as_list, check_comm, check_splits, check_type
 from ..ops.all_gather import all_gather
 from ..torch_internals import offset_of, whole_state_is_asked
 from .dtensors import from_local_like, full_tensor, is_dtensor, local_tensor
@@ -60,7 +60,11 @@ class Shard:
         blocks: int | Sequence[int] = 1,
         transposed: bool = False,
     ) -> None:
-        self.comm, self.dim, self.shape, self.partial = comm, dim, tuple(shape), partial
+        check_comm("Shard", comm, dim=dim, shape=shape)
+        sizes = [checked_size("Shard: shape", size) for size in listed(shape, "Shard: shape", "a sequence of sizes")]
+        check_type("Shard: partial", "bool", partial)
+        check_type("Shard: transposed", "bool", transposed)
+        self.comm, self.dim, self.shape, self.partial = comm, dim, tuple(sizes), partial
         self.transposed = transposed
         self.splits: tuple[int, ...] = ()
         self.blocks: tuple[int, ...] = ()  # sizes
@@ -76,8 +80,8 @@ class Shard:
                 raise ValueError(
                     f"Shard: dimension {dim} of {list(local)} is not divisible by {comm.size} ranks; pass splits="
                 )
-            self.splits = tuple(splits) if splits is not None else (size // comm.size,) * comm.size
-            if len(self.splits) != comm.size or sum(self.splits) != size:
+            self.splits = check_splits("Shard", splits, comm) or (size // comm.size,) * comm.size
+            if sum(self.splits) != size:
                 raise ValueError(
                     f"Shard: splits is {self.splits}, expected {comm.size} sizes that add up to {size}, the size of "
                     f"dimension {dim} of {list(self.shape)}"
@@ -107,19 +111,24 @@ class Shard:
 
     def local(self, full: Tensor) -> Tensor:
         """Return this rank's shard of the full parameter: a view, if there is one block."""
-        if tuple(full.shape) != self.shape:
-            raise ValueError(
-                f"Shard: got a tensor of shape {list(full.shape)}, expected the full parameter, {list(self.shape)}"
-            )
+        self.check_full("Shard: full", full)
         full = full.t() if self.transposed else full
         if self.dim is None:
             return full
         parts = [full.narrow(self.dim, start, size) for start, size in self.ranges()]
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
+    def check_full(self, name: str, full: Any) -> None:
+        """Check that it is a full parameter."""
+        instance(full, Tensor, name, "the full parameter, a torch.Tensor")
+        if tuple(full.shape) != self.shape or full.layout is not torch.strided:
+            found = f"a tensor of shape {list(full.shape)}" + f", {full.layout}" * (full.layout is not torch.strided)
+            raise ValueError(f"{name}: got {found}, expected the full parameter, {list(self.shape)}, dense")
+
     def gather(self, part: Tensor) -> Tensor:
         """Return the full parameter, on every rank, from each rank's shard. A collective: every rank must call it. A
         DTensor (FSDP2) is gathered over its own mesh first."""
+        instance(part, Tensor, "Shard.gather: part", "this rank's shard, a torch.Tensor")
         full = full_tensor(part)
         if self.dim is not None:
             full = all_gather(full, self.comm, self.dim, grad="sum", splits=self.splits)
@@ -162,15 +171,23 @@ def sizes_of_blocks(name: str, blocks: Any, size: int, ranks: int) -> tuple[int,
     """Return the sizes of `blocks` (a number of equal blocks, or sizes) that add up to `size`. ValueError if they do
     not, or if the size of one of several blocks is not divisible by the number of ranks."""
     count = as_int(blocks)
-    sizes: list[Any] = [size // count] * int(count) if count else []
-    if count is None and isinstance(blocks, Sequence):
-        sizes = list(map(as_int, blocks))
+    sizes: list[Any] = [size // count] * int(count) if count and count <= size else []
+    if count is None:
+        sizes = list(map(as_int, as_list(blocks) or ()))
     if count != 1 and (None in sizes or sum(sizes) != size or any(one < 0 or one % ranks for one in sizes)):
         raise ValueError(
             f"{name}: blocks is {shown(blocks)}, expected the number of equal blocks in {size} features, or their "
             f"sizes, each divisible by {ranks} ranks"
         )
     return tuple(map(int, sizes))
+
+
+def checked_size(what: str, value: Any) -> int:
+    """Return `value` as a number of features or rows. ValueError if it is not one."""
+    size = as_int(value)
+    if size is None or not 0 <= size <= INT_MAX:
+        raise ValueError(f"{what} is {shown(value)}, expected an integer >= 0, up to {INT_MAX}")
+    return int(size)
 
 
 # These move entries, so a result of the shard's shape is not the same shard. All others are elementwise, or copies.

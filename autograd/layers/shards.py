@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from pynccl import Communicator
-from pynccl.bindings.values import INT_MAX, instance, shown
+from pynccl.bindings.values import INT_MAX, instance, integer, shown
 
-from ..arguments import as_int
 from ..names import plain_name
 from ..overlap.routes import decisions_of
 from ..torch_internals import own_parameters
@@ -28,12 +27,8 @@ from .shard import Shard, ShardTensor, held, taken
 Layer = TypeVar("Layer", bound="Sharded")
 
 
-def checked_size(what: str, value: Any) -> int:
-    """Return `value` as a number of features or rows. ValueError if it is not one."""
-    size = as_int(value)
-    if size is None or not 0 <= size <= INT_MAX:
-        raise ValueError(f"{what} is {shown(value)}, expected an integer >= 0, up to {INT_MAX}")
-    return int(size)
+def checked_seq_dim(name: str, seq_dim: Any) -> int:
+    return integer(seq_dim, f"{name}: seq_dim", -INT_MAX, INT_MAX, "a dimension of x, an integer")
 
 
 class Sharded(nn.Module):
@@ -57,6 +52,8 @@ class Sharded(nn.Module):
         raise NotImplementedError
 
     def _make_parameters(self, bias: bool, device: Any, dtype: torch.dtype | None) -> None:
+        if dtype is not None and not (dtype.is_floating_point or dtype.is_complex):
+            raise TypeError(f"{type(self).__name__}: dtype is {dtype}, expected a floating-point or complex dtype")
         if device is None and torch.get_default_device().type != "meta":  # within `with torch.device("meta")`
             device = self.comm.device
         for name, shard in self.shards().items():
@@ -78,9 +75,11 @@ class Sharded(nn.Module):
     def take(self: Layer, module: nn.Module) -> Layer:
         """Replace the parameters with this rank's shards of an unsharded module's, which must be equal on all ranks.
         They keep its device, dtype and requires_grad."""
+        instance(module, nn.Module, f"{type(self).__name__}.take: module", "the unsharded torch.nn.Module")
         for name, shard in self.shards().items():
-            full: Tensor | None = getattr(module, name)
-            if full is not None:
+            full: Any = getattr(module, name, None)
+            if full is not None or name == "weight":
+                shard.check_full(f"{type(self).__name__}.take: module: {name}", full)
                 local = shard.local(full.detach()).clone(memory_format=torch.contiguous_format)
                 setattr(self, name, nn.Parameter(local, requires_grad=full.requires_grad))
         self._mark()
@@ -91,9 +90,13 @@ class Sharded(nn.Module):
         """Copy this rank's shard of an unsharded layer's parameters into the layer."""
         if (bias is None) != (getattr(self, "bias", None) is None):
             raise ValueError(f"load_full: bias is {shown(bias)}, but the layer has {'one' if bias is None else 'none'}")
-        shards = self.shards()
-        for name, full in {"weight": weight, "bias": bias}.items():
-            if full is not None:
+        shards, given = self.shards(), {"weight": weight, "bias": bias}
+        full: Any
+        for name, full in given.items():
+            if full is not None or name == "weight":
+                shards[name].check_full(f"load_full: {name}", full)
+                if full.is_meta and not getattr(self, name).is_meta:
+                    raise ValueError(f"load_full: {name} is on the meta device, which has no values")
                 getattr(self, name).copy_(shards[name].local(full))
 
     @torch.no_grad()
@@ -269,6 +272,7 @@ def describe(model: nn.Module) -> str:
     bytes on this rank with their sum. Tied parameters count once. Use `print(ad.describe(model))`.
 
     Lines below it show the `overlap` decision for each pass of each layer, or how far its trial is."""
+    instance(model, nn.Module, "describe: model", "a torch.nn.Module")
     rows = [("parameter", "module", "full", "local", "split", "bytes")]
     seen: dict[int, str] = {}
     total = full_total = 0

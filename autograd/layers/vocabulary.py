@@ -15,14 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pynccl import Communicator
-from pynccl.bindings.values import shown
+from pynccl.bindings.values import instance, integer, shown
 
-from ..arguments import as_int, check_comm, check_dim, check_splits
+from ..arguments import as_int, check_call, check_comm, check_dim, check_splits, check_type, checked
 from ..ops.all_gather import all_gather, reduce_scatter
 from ..ops.all_reduce import all_reduce, copy
 from ..wire import Dtype
-from .shard import Shard
-from .shards import Sharded, checked_size
+from .shard import Shard, checked_size
+from .shards import Sharded, checked_seq_dim
 
 _IDS = (torch.int64, torch.int32)
 
@@ -71,6 +71,7 @@ class VocabParallelEmbedding(_VocabParallel):
     IndexError on the CPU. On a GPU, where a check would synchronize, it gives a row of zeros.
     """
 
+    @checked
     def __init__(
         self,
         num_embeddings: int,
@@ -93,7 +94,8 @@ class VocabParallelEmbedding(_VocabParallel):
                 f"{num_embeddings} rows, or None"
             )
         self.padding_idx = None if padding is None else int(padding % num_embeddings)
-        self.sequence_parallel, self.seq_dim, self.reduce_dtype = sequence_parallel, seq_dim, reduce_dtype
+        self.sequence_parallel, self.reduce_dtype = sequence_parallel, reduce_dtype
+        self.seq_dim = checked_seq_dim(type(self).__name__, seq_dim)
         self._make_parameters(False, device, dtype)
 
     @classmethod
@@ -101,6 +103,7 @@ class VocabParallelEmbedding(_VocabParallel):
         cls, embedding: nn.Embedding, comm: Communicator, sequence_parallel: bool = False, **options: Any
     ) -> VocabParallelEmbedding:
         """Return a layer of the sizes of an nn.Embedding, on the meta device."""
+        instance(embedding, nn.Embedding, f"{cls.__name__}.from_embedding: embedding", "a torch.nn.Embedding")
         for name in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(embedding, name):
                 raise ValueError(
@@ -168,6 +171,7 @@ class VocabParallelHead(_VocabParallel):
                     [.., V_r], for `vocab_parallel_cross_entropy(..., splits=head.splits)`
     """
 
+    @checked
     def __init__(
         self,
         embedding_dim: int,
@@ -212,6 +216,7 @@ class VocabParallelHead(_VocabParallel):
             raise ValueError(
                 f"VocabParallelHead: x is {_describe(x)}, expected a last dimension of {self.embedding_dim}"
             )
+        check_call("VocabParallelHead", x, self.comm)
         y = F.linear(copy(x, self.comm), self.weight, self.bias)
         if not self.gather_output:
             return y
@@ -254,6 +259,8 @@ def vocab_parallel_cross_entropy(
     """
     name = "vocab_parallel_cross_entropy"
     splits = _check_loss(name, logits, target, comm, label_smoothing, reduction, splits)
+    check_type(f"{name}: z_loss", "float", z_loss)
+    ignore_index = integer(ignore_index, f"{name}: ignore_index", -(1 << 63), (1 << 63) - 1)
     columns = logits.shape[-1]
     size = columns * comm.size if splits is None else sum(splits)
     first = columns * comm.rank if splits is None else sum(splits[: comm.rank])
@@ -293,21 +300,24 @@ def _check_loss(
     """Check the arguments, and return `splits` as a checked sequence, or None."""
     check_comm(name, comm, logits=logits, target=target)
     splits = check_splits(name, splits, comm)
-    if not isinstance(logits, Tensor) or not logits.is_floating_point() or logits.dim() == 0:
+    if not isinstance(logits, Tensor) or not logits.is_floating_point() or not logits.dim() or logits.is_sparse:
         raise TypeError(f"{name}: logits is {_describe(logits)}, expected a floating-point tensor [.., V_r]")
     columns = logits.shape[-1]
     if splits is not None and columns != splits[comm.rank]:
         raise ValueError(
             f"{name}: logits has {columns} columns, expected {splits[comm.rank]} on rank {comm.rank} (splits={splits})"
         )
+    if isinstance(target, Tensor) and target.device != logits.device:
+        raise ValueError(f"{name}: logits is on {logits.device}, target on {target.device}; move one of them")
     if isinstance(target, Tensor) and target.shape != logits.shape[:-1]:
         raise ValueError(
             f"{name}: target has shape {list(target.shape)}, expected {list(logits.shape[:-1])}, that of logits "
             f"{list(logits.shape)} without the vocabulary"
         )
+    check_type(f"{name}: label_smoothing", "float", label_smoothing)
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"{name}: label_smoothing is {shown(label_smoothing)}, expected 0.0 to 1.0")
-    if reduction not in ("mean", "sum", "none"):
+    if not isinstance(reduction, str) or reduction not in ("mean", "sum", "none"):
         raise ValueError(f"{name}: reduction is {shown(reduction)}, expected 'mean', 'sum' or 'none'")
     return splits
 

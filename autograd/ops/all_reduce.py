@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pynccl import Communicator
+from pynccl.bindings.values import shown
 
 from ..arguments import (
     AnyOp,
@@ -184,8 +185,8 @@ class CopyView(Copy):
 
 def _scaled(x: Tensor, scale: Any) -> Tensor:
     """Return x * scale in the dtype of x if it can hold the result, so that all ranks send one dtype."""
-    if not isinstance(scale, (Tensor, int, float, complex)):
-        raise TypeError(f"all_reduce: the scale of PreMul is {scale!r}, expected a number or a tensor")
+    if not isinstance(scale, (Tensor, int, float, complex)) or (isinstance(scale, int) and scale.bit_length() > 63):
+        raise TypeError(f"all_reduce: the scale of PreMul is {shown(scale)}, expected a number or a tensor")
     shape = tuple(scale.shape) if isinstance(scale, Tensor) else ()
     from_last = zip(reversed(shape), reversed(x.shape), strict=False)
     if len(shape) > x.dim() or any(size not in (1, of_x) for size, of_x in from_last):
@@ -193,6 +194,8 @@ def _scaled(x: Tensor, scale: Any) -> Tensor:
             f"all_reduce: the scale of PreMul has shape {shape}, which does not broadcast to {tuple(x.shape)}, the "
             "shape of x; pass a scale whose shape does"
         )
+    if isinstance(scale, Tensor) and (scale.layout is not x.layout or (shape and scale.device != x.device)):
+        raise ValueError(f"all_reduce: the scale of PreMul is on {scale.device}, {scale.layout}; pass it as x is")
     y = x * scale
     kept = x.is_complex() or (x.is_floating_point() and not y.is_complex())
     return y.to(x.dtype) if kept else y

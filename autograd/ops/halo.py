@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,10 +10,10 @@ from torch import Tensor
 
 import pynccl
 from pynccl import Communicator
-from pynccl.bindings.values import attribute, shown
+from pynccl.bindings.values import shown
 
 from ..agreement import check_on_all_ranks
-from ..arguments import as_int, check_call, check_dim
+from ..arguments import as_int, as_list, check_call, check_dim
 from ..collective import Collective, CollectiveCall, operation
 from ..wire import Prepared, RecvBuffer, contiguous_copy, recv_buffer, recv_from, send_to, sum_tensors, to_wire
 
@@ -153,36 +153,36 @@ def check_halo(x: Tensor, dim: int, halo: Halo, comm: Communicator) -> tuple[int
     to_right = halos[comm.rank + 1][0] if comm.rank + 1 < comm.size else 0
     needed = max(left, right) if equal else max(to_left, to_right)
     if min(min(pair) for pair in halos) < 0:
-        raise ValueError(f"halo_exchange: halo is {halo}, expected widths >= 0")
+        raise ValueError(f"halo_exchange: halo is {shown(halo)}, expected widths >= 0")
     if x.shape[dim] < left + right + needed:
         raise ValueError(
             f"halo_exchange: halos {(left, right)} need size {left + right + needed} along dim {dim} (the interior "
-            f"must be as wide as the adjacent halos, {needed}), but x has {x.shape[dim]} on rank {comm.rank}; pass "
-            "narrower halos, or use fewer ranks"
+            f"must be as wide as the adjacent halos, {needed}), but x has {x.shape[dim]} on rank {comm.rank}; pass a "
+            "narrower halo, or use fewer ranks"
         )
     return left, right, (right, left) if equal else (to_left, to_right)
 
 
 def _halos(halo: Any, comm: Communicator) -> tuple[list[tuple[int, int]], bool]:
     """Return (left, right) of every rank, and whether one pair was given for all ranks."""
-    widths = halo.tolist() if attribute(halo, "tolist") is not None else halo
-    both = as_int(widths)
+    both = as_int(halo)
+    widths = None if both is not None else as_list(halo)
     common = (both, both) if both is not None else _pair(widths)
     if common is not None:
         return [common] * comm.size, True
-    pairs = [_pair(pair) for pair in widths] if isinstance(widths, (list, tuple)) else [None]
+    pairs = [_pair(pair) for pair in widths] if widths is not None else [None]
     if None in pairs:
         raise TypeError(
             f"halo_exchange: halo is {shown(halo)}, expected a width, a pair of widths (left, right), or a list with "
             "one pair for each rank"
         )
     if len(pairs) != comm.size:
-        raise ValueError(f"halo_exchange: halo is {halo}, expected a pair (left, right) for each of {comm.size} ranks")
+        raise ValueError(f"halo_exchange: halo is {shown(halo)}, expected one pair for each of {comm.size} ranks")
     return [pair for pair in pairs if pair is not None], False
 
 
 def _pair(value: Any) -> tuple[int, int] | None:
-    sizes = tuple(map(as_int, value)) if isinstance(value, Iterable) else ()
+    sizes = tuple(map(as_int, as_list(value) or ()))
     if len(sizes) != 2 or sizes[0] is None or sizes[1] is None:
         return None
     return sizes[0], sizes[1]

@@ -109,13 +109,11 @@ class Permute(Collective):
 def check_edges(comm: Communicator, edges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     """Return the edges as pairs of ints."""
     check_comm("permute", comm)
-    if isinstance(edges, (str, bytes, dict)) or not isinstance(edges, Iterable):
-        raise TypeError(f"permute: edges is {shown(edges)}, expected pairs (source, target)")
     pairs = []
     for edge in listed(edges, "permute: edges", "pairs (source, target)"):
         try:
             source, target = edge
-        except (TypeError, ValueError):
+        except Exception:  # raised by torch, or by a user's object
             raise ValueError(f"permute: edge is {shown(edge)}, expected a pair (source, target)") from None
         pairs.append(
             (

@@ -25,10 +25,10 @@ from torch import Tensor
 import pynccl
 from pynccl import CommConfig, Communicator, NcclError
 from pynccl.bindings.resource import Shared
-from pynccl.bindings.values import shown
+from pynccl.bindings.values import attribute, instance, integer, shown
 
 from ..agreement import gathered
-from ..arguments import as_int, check_comm
+from ..arguments import as_int, as_list, check_comm, check_type
 from ..streams import share_side_streams, side_stream
 from .config import OverlapConfig
 from .functions import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
@@ -51,7 +51,7 @@ class CommOverlapHelper:
     """
 
     def __init__(self, comm: Any) -> None:
-        if type(comm).__name__ == "ProcessGroup" or hasattr(comm, "get_group_store"):
+        if type(comm).__name__ == "ProcessGroup" or attribute(comm, "get_group_store") is not None:
             comm = Communicator.from_process_group(comm)
         check_comm("CommOverlapHelper", comm)
         self.comm: Communicator = comm
@@ -65,6 +65,7 @@ class CommOverlapHelper:
 
     def all_gather(self, send: Tensor, recv: Tensor | None = None) -> Tensor:
         """Gather the tensors of all ranks.   [..] -> [N, ..], or into `recv` with as many elements"""
+        instance(send, Tensor, "CommOverlapHelper.all_gather: send", "a torch.Tensor")
         if recv is None:
             recv = send.new_empty(self.size, *send.shape)
         result: Tensor = self.comm.all_gather(send, recv)
@@ -116,7 +117,8 @@ class CommOverlap(Shared):
         save_gathered: bool = False,
         copy_engines: bool = False,
     ) -> None:
-        method = "exchange" if deterministic else "slices"
+        integer(num_splits, "CommOverlap: num_splits", 1)
+        method = "exchange" if deterministic is True else "slices"
         config = OverlapConfig(
             method,
             chunks=num_splits,
@@ -147,7 +149,7 @@ class CommOverlap(Shared):
         name = type(self).__name__
         if not isinstance(helper, CommOverlapHelper):
             raise TypeError(f"{name}: helper is {shown(helper)}, expected a CommOverlapHelper(comm)")
-        shape = tuple(as_int(size) for size in tensor_shape)
+        shape = tuple(map(as_int, as_list(tensor_shape) or ()))
         if len(shape) < 2 or None in shape or min(shape) < 1 or math.prod(shape[:-1]) % helper.size:
             raise ValueError(
                 f"{name}: tensor_shape is {shown(tensor_shape)}, expected [rows, .., features] with sizes >= 1 and a "
@@ -160,6 +162,7 @@ class CommOverlap(Shared):
         self._closing: list[Callable[[], object]] = []
         self.memory = "plain"
         self._carrier = self.comm
+        check_type(f"{name}: copy_engines", "bool", copy_engines)
         if copy_engines:
             self._carrier = self._split_off()
         self._carrier, _ = limited(self._carrier, config, config.method)  # windows belong to this one
@@ -231,8 +234,10 @@ class CommOverlap(Shared):
 
         Not differentiable.
         """
-        if collective not in COLLECTIVES:
+        if not isinstance(collective, str) or collective not in COLLECTIVES:
             raise ValueError(f"bulk: collective is {shown(collective)}, expected one of {', '.join(COLLECTIVES)}")
+        for name, one in (("send", send), ("recv", recv)):
+            instance(one, Tensor, f"bulk: {name}", "a torch.Tensor")
         comm, limit = limited(self._carrier, self.config, "bulk")
         lanes = Lanes(comm, priority=self.config.priority, config=limit)
         with lanes:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
-from pynccl.bindings.values import attribute, shown
+from pynccl.bindings.values import INT_MAX, attribute, shown
 
 METHODS = ("auto", "slices", "ring", "exchange", "bulk", "off")
 # TransformerEngine's names for the methods.
@@ -54,11 +54,11 @@ class OverlapConfig:
     dgrad: OverlapConfig | None = None
 
     def __post_init__(self) -> None:
-        if self.method not in METHODS:
+        if not isinstance(self.method, str) or self.method not in METHODS:
             raise ValueError(f"OverlapConfig: method is {shown(self.method)}, expected one of {', '.join(METHODS)}")
         for name, maximum in (("chunks", None), ("compute_streams", MAX_COMPUTE_STREAMS), ("num_comm_ctas", None)):
             value = getattr(self, name)
-            if value is not None and not (type(value) is int and value >= 1 and (maximum is None or value <= maximum)):
+            if value is not None and not (type(value) is int and 1 <= value <= (maximum or INT_MAX)):
                 upto = f" and <= {maximum}" if maximum else ""
                 raise ValueError(f"OverlapConfig: {name} is {shown(value)}, expected an integer >= 1{upto}, or None")
         for name in ("aggregate", "deterministic", "save_gathered"):

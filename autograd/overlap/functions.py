@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pynccl import Communicator
 
-from ..arguments import check_divisible
+from ..arguments import check_divisible, check_type
 from ..wire import Dtype
 from . import unfused
 from .config import Overlap
@@ -80,6 +80,7 @@ def all_gather_matmul(
     are wrong, the other ranks wait for it.
     """
     name, fused = "all_gather_matmul", grad_accumulation_fusion
+    check_type(f"{name}: return_gathered", "bool", return_gathered)
     call = MatmulCall(name, "column", x, w, comm, bias, overlap, reduce_dtype, fused, owner)
 
     def overlapped(x: Tensor, w: Tensor, bias: Tensor | None, call: MatmulCall, decision: Decision) -> Any:
@@ -179,6 +180,7 @@ def matmul_all_reduce(
     """
     name = "matmul_all_reduce"
     call = MatmulCall(name, "row", x, w, comm, bias, overlap, reduce_dtype, grad_accumulation_fusion, owner)
+    check_type(f"{name}: hand_off", "bool", hand_off)
     if hand_off and x.dim() != 2:
         raise ValueError(f"{name}: hand_off=True expects x of shape [s, in/N], but x is {tuple(x.shape)}; flatten it")
     config = call.config

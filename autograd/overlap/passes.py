@@ -21,7 +21,7 @@ from pynccl.comm.observers import observers
 from pynccl.watch.attribution import attribute_calls
 
 from ..agreement import check_not_in_group
-from ..arguments import check_reduce_dtype
+from ..arguments import check_reduce_dtype, check_type
 from ..collective import enter_backward, record_forward_call, require_grad
 from ..torch_internals import (
     accumulates,
@@ -143,6 +143,7 @@ def tensors_for(
 
 def main_grad_of(operation: str, w: Tensor, fused: bool) -> Tensor | None:
     """Return w.main_grad if gradients are accumulated there (`fused`), else None."""
+    check_type(f"{operation}: grad_accumulation_fusion", "bool", fused)
     if not fused:
         return None
     found = getattr(w, "main_grad", None)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pynccl import Communicator, NcclInvalidUsage
-from pynccl.bindings.values import shown
+from pynccl.bindings.values import path_of, shown
 from pynccl.comm.observers import observers
 
 from ..agreement import gathered
@@ -256,7 +256,7 @@ def save(path: str | Path) -> None:
     """Write the decisions of this process's trials as JSON, for `load`.
 
     All ranks may write the same file, since the ranks of a communicator make the same decisions."""
-    path = Path(path)
+    path = Path(path_of(path, "overlap.save: path"))
     text = json.dumps({"version": FILE_VERSION, "decisions": {**_loaded, **_decided}}, indent=1)
     temporary = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
@@ -276,8 +276,9 @@ def load(path: str | Path) -> None:
     yet. A pass for which the ranks have loaded different schedules is tried.
 
     Raises OSError if the file cannot be read, and ValueError if it is not a file of `save`."""
+    path = Path(path_of(path, "overlap.load: path"))
     try:
-        content = json.loads(Path(path).read_text())
+        content = json.loads(path.read_text())
         version = content["version"]
         found = (
             {name: _record(value) for name, value in content["decisions"].items()} if version == FILE_VERSION else {}

@@ -139,6 +139,8 @@ def check_input(operation: str, x: Tensor, w: Tensor, comm: Communicator, bias: 
     check_call(operation, x, comm)
     if torch.compiler.is_compiling():
         return
+    if not isinstance(w, Tensor) or w.dim() != 2:
+        raise TypeError(f"{operation}: w is {shown(w)}, expected a weight [out, in], a torch.Tensor")
     if not x.dim() or x.shape[-1] != w.shape[1]:
         raise ValueError(
             f"{operation}: x has shape {tuple(x.shape)}, expected [.., {w.shape[1]}] for a weight of shape "

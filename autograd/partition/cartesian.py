@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pynccl import Communicator
-from pynccl.bindings.values import listed, shown
+from pynccl.bindings.values import integer, listed, shown
 
 from ..arguments import as_int, check_comm
 
@@ -63,6 +63,7 @@ class Partition:
 
     def coordinates_of(self, position: int) -> tuple[int, ...]:
         """Return the coordinates of a position. The last axis varies fastest."""
+        position = integer(position, "coordinates_of: position", 0, len(self.ranks) - 1)
         coordinates = []
         for size in reversed(self.shape):
             position, coordinate = divmod(position, size)
@@ -71,8 +72,11 @@ class Partition:
 
     def rank_at(self, coordinates: Sequence[int]) -> int:
         """Return the rank of `comm` at these coordinates."""
+        found = integers("rank_at", "coordinates", coordinates)
+        if len(found) != len(self.shape) or not all(0 <= at < size for at, size in zip(found, self.shape, strict=True)):
+            raise ValueError(f"rank_at: coordinates is {found}, expected one for each axis of {self.shape}")
         position = 0
-        for coordinate, size in zip(coordinates, self.shape, strict=True):
+        for coordinate, size in zip(found, self.shape, strict=True):
             position = position * size + coordinate
         return self.ranks[position]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arguments import check_call
+from ..arguments import check_call, checked
 from ..collective import require_grad
 from ..ops.all_reduce import all_reduce
 from ..torch_internals import reshaped
@@ -29,6 +29,7 @@ from .transfer import (
 )
 
 
+@checked
 def zero_volume_tensor(dtype: torch.dtype | None = None, device: Any = None) -> Tensor:
     """Return a tensor without elements, of shape (0,): the input and output of an inactive rank."""
     return torch.empty(0, dtype=dtype, device=device)
@@ -207,8 +208,8 @@ class Repartition(_BetweenPartitions):
             at = self.P_x.coordinates_of(position)
             if len(shape) != len(grid):
                 raise ValueError(
-                    f"Repartition: rank {ranks[position]} has a tensor {shape} on a partition {grid}; expected as many "
-                    "dimensions as the partition has axes"
+                    f"Repartition: rank {ranks[position]} has a tensor {shape} on a partition {grid}; expected x with "
+                    "as many dimensions as the partition has axes"
                 )
             for axis, size in enumerate(shape):
                 other = first[axis].setdefault(at[axis], position)

@@ -120,8 +120,8 @@ def gather_shapes(
     if any(row[0] < 0 for row in rows):
         wrong = [rank for rank, row in enumerate(rows) if row[0] < 0]
         raise TypeError(
-            f"{what}: ranks {wrong} did not pass a supported tensor (or its storage was freed); expected dense tensors "
-            f"of up to {MAX_DIMS} dimensions, of dtype {', '.join(_NAMES)}"
+            f"{what}: ranks {wrong} did not pass a supported tensor as x (or its storage was freed); expected dense "
+            f"ones of up to {MAX_DIMS} dimensions, of dtype {', '.join(_NAMES)}"
         )
     shapes = [tuple(row[2 : 2 + row[1]]) for row in rows]
     for rank, shape in enumerate(shapes):

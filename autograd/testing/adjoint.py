@@ -19,11 +19,10 @@ from pynccl import Communicator
 from pynccl.bindings.values import instance, integer, shown
 
 from ..agreement import gathered
-from ..arguments import check_call, type_name
+from ..arguments import check_call, checked, type_name
 from ..torch_internals import has_no_values
-from .gradients import CONVENTION_HINT, gradients_of
+from .gradients import CONVENTION_HINT, MAX_SEED, check_fn, gradients_of
 
-_MAX_SEED = 1 << 40  # the generators are seeded with multiples of the seed
 # Bound on the rounding error of an inner product of random data, which is about sqrt(count) * eps in practice.
 TOLERANCE: dict[torch.dtype, float] = {
     torch.float64: 1e-12,
@@ -37,6 +36,7 @@ class AdjointError(AssertionError):
     """The backward pass is not the adjoint of the forward pass. Raised on every rank."""
 
 
+@checked
 def check_adjoint(
     fn: Callable[[Tensor], Tensor],
     x: Tensor,
@@ -61,8 +61,9 @@ def check_adjoint(
     Every rank must call it. AdjointError on every rank if the check fails; TypeError or ValueError for wrong arguments.
     A rank that does not take part may pass an empty input of any dtype, and its output may have no grad_fn.
     """
+    check_fn("check_adjoint", fn)
     _check_values("check_adjoint", x, comm)
-    seed = integer(seed, "check_adjoint: seed", -_MAX_SEED, _MAX_SEED)
+    seed = integer(seed, "check_adjoint: seed", -MAX_SEED, MAX_SEED)
     tolerance = _tolerance(x, comm, check_tolerance("check_adjoint", tolerance))
     x = x.detach().clone().requires_grad_()
     fx = fn(x)

@@ -6,6 +6,7 @@ slope must equal that rank's gradient at this element. The same with the gradien
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -13,9 +14,10 @@ import torch
 from torch import Tensor
 
 from pynccl import Communicator
-from pynccl.bindings.values import instance
+from pynccl.bindings.values import instance, integer, listed, shown
 
 from ..agreement import broadcast_object, gathered
+from ..arguments import check_comm, checked
 
 _SECOND_ORDER_HELP = (
     "the gradients themselves are right, but their derivatives are not. Does the backward pass call a communicator "
@@ -26,6 +28,7 @@ _SECOND_ORDER_HELP = (
 Loss = Callable[[], Tensor]  # this rank's loss, a real scalar, for the current values of the leaves
 
 # For central differences in double precision with steps of about 1e-6: truncation error 1e-12, rounding error 1e-10.
+MAX_SEED = 1 << 40  # the generators are seeded with multiples of the seed
 STEP, RTOL, ATOL = 1e-6, 1e-5, 1e-7
 _FIRST_ORDER = "gradient"
 CONVENTION_HINT = "; check grad= of the operations, and replicated= of this check, against docs/conventions.md"
@@ -33,6 +36,11 @@ CONVENTION_HINT = "; check grad= of the operations, and replicated= of this chec
 
 class GradientError(AssertionError):
     """A gradient differs from the finite difference. Raised on every rank."""
+
+
+def check_fn(operation: str, fn: object) -> None:
+    if not callable(fn):
+        raise TypeError(f"{operation}: fn is {shown(fn)}, expected a function of tensors")
 
 
 class _Leaf(NamedTuple):
@@ -51,6 +59,7 @@ class _Comparison(NamedTuple):
     slope: float
 
 
+@checked
 def check_gradients(
     fn: Callable[..., Tensor],
     inputs: Tensor | Sequence[Tensor],
@@ -80,8 +89,19 @@ def check_gradients(
     Every rank must call it with the same options. GradientError on every rank if a derivative is wrong; it names the
     rank, input, index, gradient and slope. ValueError for inputs of lower precision.
     """
-    originals = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    check_comm("check_gradients", comm, inputs=inputs)
+    check_fn("check_gradients", fn)
+    seed = integer(seed, "check_gradients: seed", -MAX_SEED, MAX_SEED)
+    samples = None if samples is None else integer(samples, "check_gradients: samples", 1)
+    for name, value in (("step", step), ("rtol", rtol), ("atol", atol)):
+        if not 0 <= value < math.inf:
+            raise ValueError(f"check_gradients: {name} is {shown(value)}, expected a number >= 0")
+    expected = "a tensor of float64 or complex128, or a list of them"
+    originals = [inputs] if isinstance(inputs, Tensor) else listed(inputs, "check_gradients: inputs", expected)
+    if not originals:
+        raise ValueError(f"check_gradients: inputs is empty, expected {expected}")
     for position, x in enumerate(originals):
+        instance(x, Tensor, f"check_gradients: input {position}", expected)
         if x.dtype not in (torch.float64, torch.complex128):
             raise ValueError(
                 f"check_gradients: input {position} is {x.dtype}; finite differences need float64 or complex128"

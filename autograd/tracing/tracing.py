@@ -16,7 +16,7 @@ from torch import nn
 
 from pynccl import Communicator, NcclTimeout, chrome_trace as chrome
 from pynccl.bindings.resource import Shared
-from pynccl.bindings.values import instance, shown
+from pynccl.bindings.values import instance, path_of, shown
 from pynccl.bindings.workers import Clock, Wait
 from pynccl.comm.observers import observing
 
@@ -69,15 +69,14 @@ def trace(
     Raises before the block, on every rank: OSError (RuntimeError on the other ranks) if the path cannot be written;
     RuntimeError if a trace or a torch.profiler is active in the process; TypeError or ValueError for invalid arguments.
     """
-    if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
-        raise TypeError(f"trace: path is {shown(path)}, expected the path of a file, such as 'trace.json.gz'")
+    path = path_of(path, "trace: path")
     if comm is not None:
         check_comm("trace", comm, path=path)
     if model is not None:
         instance(model, nn.Module, "trace: model", "a torch.nn.Module")
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < float("inf"):
         raise ValueError(f"trace: timeout is {shown(timeout)}, expected seconds > 0")
-    return Tracing(Path(os.fspath(path)), comm, model, float(timeout))
+    return Tracing(Path(path), comm, model, float(timeout))
 
 
 class Tracing(Shared):
@@ -154,7 +153,7 @@ class Tracing(Shared):
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:
         """Add a slice to the lane `steps`, for example for a training step."""
-        with self._recording.step(str(name)):
+        with self._recording.step(shown(name, str)):
             yield
 
     def __exit__(

@@ -127,11 +127,11 @@ class Library(Shared):
         return f"<pynccl.Library {_dotted(self.version)} {self.path} ({self.origin})>"
 
 
-def chosen(library: Library | None) -> Library:
+def chosen(library: Library | None, operation: str) -> Library:
     """Return `library`, or load() if it is None. Raises TypeError for anything else."""
     if library is None:
         return load()
-    instance(library, Library, "library", "a pynccl.Library (see pynccl.load), or None")
+    instance(library, Library, f"{operation}: library", "a pynccl.Library (see pynccl.load), or None")
     if not library.is_host and share_gpu.is_shared():
         share_gpu.prepare()  # again in a forked process
     return library
@@ -149,7 +149,7 @@ def load(spec: str | os.PathLike[str] | None = None) -> Library:
     Raises NcclLibraryNotFound, listing every location that was tried.
     """
     if spec is not None:
-        instance(spec, (str, os.PathLike), "spec", "'host', 'nccl', or the path of a libnccl.so.2, a string; or None")
+        instance(spec, (str, os.PathLike), "load: spec", "'host', 'nccl', the path of a libnccl.so.2, or None")
         spec = os.fspath(spec)
     chosen_spec = spec or os.environ.get("PYNCCL_LIBRARY") or ("nccl" if gpu_count() else "host")
     if share_gpu.is_shared() and chosen_spec != "host":
@@ -159,7 +159,7 @@ def load(spec: str | os.PathLike[str] | None = None) -> Library:
     try:
         return _load(chosen_spec)
     except (OSError, ValueError) as error:  # ValueError: a NUL, half a surrogate pair
-        source = f"load: {spec!r}" if spec else f"PYNCCL_LIBRARY={chosen_spec}"
+        source = f"load: spec is {spec!r}" if spec else f"PYNCCL_LIBRARY={chosen_spec}"
         reason = str(error).removeprefix(f"{chosen_spec}: ")
         raise NcclLibraryNotFound(
             f"{source}: {reason}; pass the path of a libnccl.so.2, 'nccl' to search for one, or 'host'"

@@ -138,12 +138,11 @@ _reject_unknown_fields(CommConfig)
 _reject_unknown_fields(CollConfig)
 
 
-def struct_of(config: Any, kind: type[CommConfig] | type[CollConfig], library: Library, operation: str = "") -> Any:
+def struct_of(config: Any, kind: type[CommConfig] | type[CollConfig], library: Library, operation: str) -> Any:
     """Return the struct of `config` for `library`, or None for None. Raises TypeError if `config` is not a `kind`."""
     if config is None:
         return None
-    name = f"{operation}: config" if operation else "config"
-    instance(config, kind, name, f"a pynccl.{kind.__name__}, or None")
+    instance(config, kind, f"{operation}: config", f"a pynccl.{kind.__name__}, or None")
     return config.to_struct(library)
 
 
@@ -189,7 +188,7 @@ def _c_value(what: str, value: Any, kind: Any) -> Any:
     """Convert `value` for a field of C type `kind`. Raises for an integer that ctypes would truncate."""
     if kind is ctypes.c_char_p:
         return text(value, what)
-    number = attribute(value, "handle", value)
+    number = attribute(value, "handle", value) if kind is ctypes.c_void_p else value
     if isinstance(number, bool):  # NCCL's flags are ints
         return int(number)
     signed, bits = kind is ctypes.c_int, 8 * ctypes.sizeof(kind)

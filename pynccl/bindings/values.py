@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numbers
 import operator
+import os
 import re
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
@@ -102,6 +103,17 @@ def text(value: Any, name: str, expected: str = "a string") -> bytes:
         except UnicodeEncodeError:  # half of a surrogate pair
             pass
     raise ValueError(f"{name} is {shown(value)}, expected {expected} without NUL, encodable in UTF-8")
+
+
+def path_of(value: Any, name: str, expected: str = "the path of a file, a string") -> str:
+    """Return a path (a string, bytes or os.PathLike) as a string. Raises TypeError if it is none."""
+    try:
+        path = os.fsdecode(value)
+        if path and b"\0" not in os.fsencode(path):
+            return path
+    except Exception:  # of another type; half of a surrogate pair; raised by a user's object
+        pass
+    raise TypeError(f"{name} is {shown(value)}, expected {expected}")
 
 
 def integer(value: Any, name: str, low: int = 0, high: int = INT_MAX, expected: str = "") -> int:

@@ -28,8 +28,8 @@ LEFT_BEHIND_SECONDS = 1.0  # wait at exit for all calls that outlived their dead
 class Clock:
     """A deadline for everything that one call waits for. It starts on construction; None: no deadline."""
 
-    def __init__(self, timeout: float | None) -> None:
-        limit = seconds(timeout)
+    def __init__(self, timeout: float | None, name: str = "timeout") -> None:
+        limit = seconds(timeout, name)
         self.timeout = math.inf if limit is None else limit
         self._started = time.monotonic()
 

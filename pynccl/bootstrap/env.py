@@ -49,12 +49,12 @@ def init(
     - NcclSystemError if another program uses the port;
     - NcclRemoteError with the reason if another rank failed.
     """
-    clock = Clock(timeout)
+    clock = Clock(timeout, "init: timeout")
     env = read_environment()
     store, ranks = _store_of(env, clock), range(env.nranks)
     rendezvous = Rendezvous(store, env.rank, env.nranks, clock, _SERVER, _DUPLICATE_HINT, ranks=ranks)
     try:
-        return init_at(rendezvous, library, device, env.local_rank, config, env.serves)
+        return init_at("init", rendezvous, library, device, env.local_rank, config, env.serves)
     except Exception:
         if env.serves and env.nranks > 1:  # so that the other ranks can read the error
             atexit.unregister(_keep_store_alive)

@@ -36,20 +36,23 @@ class RankSetup(NamedTuple):
 
 
 def prepare(
-    library: Library | None, device: Any, local_rank: int | None, rank: int, config: CommConfig | None
+    operation: str, library: Library | None, device: Any, local_rank: int | None, rank: int, config: CommConfig | None
 ) -> RankSetup:
     """Do everything that can fail on this rank alone, so that it fails before the other ranks wait for it."""
-    library = chosen(library)
+    library = chosen(library, operation)
     recorder()  # raises for invalid PYNCCL_WATCH* variables
     if local_rank is not None:
-        local_rank = integer(local_rank, "local_rank", 0, INT_MAX, "the index of this rank on its node, or None")
+        local_rank = integer(
+            local_rank, f"{operation}: local_rank", 0, INT_MAX, "the index of this rank on its node, or None"
+        )
     device = default_device(library, device, local_rank)
-    ordinal = choose_device(library, device)
-    struct_of(config, CommConfig, library)
+    ordinal = choose_device(library, device, f"{operation}: device")
+    struct_of(config, CommConfig, library, operation)
     return RankSetup(library, device, ordinal, bytes(get_unique_id(library)) if rank == 0 else b"")
 
 
 def init_at(
+    operation: str,
     rendezvous: Rendezvous,
     library: Library | None,
     device: Any,
@@ -63,7 +66,7 @@ def init_at(
     serves  this process serves the store, which ends with it
     watch   use the store for hang diagnosis: blocked ranks exchange their positions through it"""
     try:
-        setup = prepare(library, device, local_rank, rendezvous.rank, config)
+        setup = prepare(operation, library, device, local_rank, rendezvous.rank, config)
     except BaseException as error:
         rendezvous.report(error)
         raise

@@ -38,7 +38,7 @@ def from_mpi(
         from mpi4py import MPI
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(f"from_mpi: {error}; install mpi4py", name=error.name) from None
-    clock = Clock(timeout)
+    clock = Clock(timeout, "from_mpi: timeout")
     mpi_comm = MPI.COMM_WORLD if mpi_comm is None else mpi_comm
     needed = ("Get_rank", "Get_size", "Split_type", "allgather")
     methods(mpi_comm, needed, "from_mpi: mpi_comm", "an mpi4py communicator, or None for COMM_WORLD")
@@ -63,7 +63,7 @@ def from_mpi(
 
     local_rank = by_deadline(number_on_node)
     try:
-        setup = prepare(library, device, local_rank, rank, config)
+        setup = prepare("from_mpi", library, device, local_rank, rank, config)
     except Exception as error:
         with contextlib.suppress(NcclError):  # this rank's own error is more useful
             text = could_not_start(rank, error)

@@ -14,7 +14,7 @@ from typing import Any
 from ..bindings.errors import NcclError, NcclInvalidUsage, NcclSystemError, NcclTimeout
 from ..bindings.library import Library
 from ..bindings.structs import CommConfig
-from ..bindings.values import attribute, instance, methods, shown
+from ..bindings.values import attribute, methods, path_of, shown
 from ..bindings.workers import Clock
 from ..comm.base import DEFAULT_TIMEOUT
 from ..comm.communicator import Communicator, bootstrap
@@ -56,11 +56,11 @@ def from_store(
 
     Raises the same errors as `from_env`.
     """
-    clock = Clock(timeout)
+    clock = Clock(timeout, "from_store: timeout")
     check_rank_of(rank, nranks, "from_store")
     methods(store, ("add", "get", "set", "check"), "from_store: store", "a torch.distributed store, such as TCPStore")
     rendezvous = Rendezvous(store, rank, nranks, clock, _SERVER, _DUPLICATE_HINT)
-    return init_at(rendezvous, library, device, local_rank, config)
+    return init_at("from_store", rendezvous, library, device, local_rank, config)
 
 
 # ---------------------------------------------------------------------------------------------- a process group
@@ -93,7 +93,7 @@ def from_process_group(
     """
     import torch.distributed as dist
 
-    clock = Clock(timeout)
+    clock = Clock(timeout, "from_process_group: timeout")
     group = _group_of(group)
     if device is None and config is None and library is None:
         for find in own_communicators:
@@ -113,7 +113,8 @@ def from_process_group(
     except NcclInvalidUsage as error:
         rendezvous.report(error)
         raise
-    return init_at(rendezvous, library, device, local, config, serves=dist.get_rank() == 0 and not agent_serves())
+    serves = dist.get_rank() == 0 and not agent_serves()
+    return init_at("from_process_group", rendezvous, library, device, local, config, serves)
 
 
 def _group_of(group: Any) -> Any:
@@ -160,10 +161,9 @@ def from_file(
     NcclInvalidUsage if it has other contents. Blocked ranks exchange their positions in a second file,
     `path`.UID.watch, which is removed when the job exits cleanly, or by the next run.
     """
-    clock = Clock(timeout)
+    clock = Clock(timeout, "from_file: timeout")
     check_rank_of(rank, nranks, "from_file")
-    instance(path, (str, bytes, os.PathLike), "from_file: path", "the path of a file, a string")
-    path = os.fsdecode(path)
+    path = path_of(path, "from_file: path")
     store = _file_store(path, clock)
     server = f"the file system of {path}"
     duplicate_hint = "every process needs its own rank, and every job its own file"
@@ -174,7 +174,7 @@ def from_file(
                 os.unlink(path)
 
     rendezvous = Rendezvous(store, rank, nranks, clock, server, duplicate_hint, remove_file)
-    comm = init_at(rendezvous, library, device, local_rank, config, watch=False)
+    comm = init_at("from_file", rendezvous, library, device, local_rank, config, watch=False)
     watch_at(comm, _WatchFile(path, comm))
     return comm
 
@@ -231,7 +231,8 @@ def _file_store(path: str, clock: Clock) -> Any:
         if isinstance(error, NcclError):
             raise
         raise NcclSystemError(
-            f"cannot use {path} as the rendezvous file: {getattr(error, 'strerror', None) or first_line(error)}\n"
+            f"from_file: path is {shown(path)}, which cannot be the rendezvous file: "
+            f"{getattr(error, 'strerror', None) or first_line(error)}\n"
             "  pass a path in an existing folder that all ranks share and can write to"
         ) from error
     raise NcclInvalidUsage(f"{path} is not a rendezvous file: pass the path of a file that does not exist yet")

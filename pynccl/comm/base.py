@@ -281,8 +281,9 @@ class Comm(Shared):
 
 
 def comm_name(config: CommConfig | None, otherwise: str) -> str:
-    """Return the name that config gives, else `otherwise`. make_struct() rejects a config of another type."""
-    return (isinstance(config, CommConfig) and config.comm_name) or otherwise
+    """Return the name that config gives, else `otherwise`. make_struct() rejects other types."""
+    name = config.comm_name if isinstance(config, CommConfig) else None
+    return name if isinstance(name, str) and name else otherwise
 
 
 def explained(error: NcclError, track: Track | None) -> NcclError:

@@ -46,7 +46,7 @@ def all_reduce(
     Enqueues the operation and returns recv, whose contents are valid in stream order.
 
     Raises, before anything is launched, TypeError (not a buffer or stream, or a data type that NCCL lacks), ValueError
-    (size, device, contiguity, overlap, rank out of range, unknown operator, or a tensor that requires grad while grad
+    (size, device, contiguity, overlap, rank out of range, unknown op, or a tensor that requires grad while grad
     mode is on) or NcclInvalidUsage (the communicator was destroyed or aborted)."""
     send_ptr, recv_ptr, count, dtype, recv, stream = check_buffers(self, "all_reduce", send, recv, stream)
     args = (send_ptr, recv_ptr, count, dtype, op_code(op, self, "all_reduce", dtype))

@@ -100,7 +100,7 @@ class Communicator(Comm):
         if not 1 <= len(ids) <= nranks:
             found, ranks = counted(len(ids), "id"), counted(nranks, "rank")
             raise ValueError(f"Communicator.init: unique_id is a list of {found}, expected 1 to {nranks} for {ranks}")
-        library = chosen(library)
+        library = chosen(library, "Communicator.init")
         ordinal = creation.choose_device(library, device, "Communicator.init: device")
         with creation.recorded_init(uid_of(*map(bytes, ids)), rank, nranks, config) as track:
             handle = creation.comm_init_rank(library, nranks, ids, rank, ordinal, config, timeout)
@@ -117,7 +117,7 @@ class Communicator(Comm):
 
         Calls on several of them from one thread must be in one `pynccl.group`.
         """
-        library = chosen(library)
+        library = chosen(library, "init_all")
         recorder()
         if devices is None:
             devices = 1 if library.is_host else gpu_count()
@@ -152,10 +152,10 @@ class Communicator(Comm):
         """
         rank, nranks = creation.check_rank_of(rank, nranks, "join_grown")
         timeout = seconds(timeout, "join_grown: timeout")
-        library = chosen(library)
+        library = chosen(library, "join_grown")
         recorder()
         ordinal = creation.choose_device(library, device, "join_grown: device")
-        struct = creation.make_struct(config, library)
+        struct = creation.make_struct(config, library, "join_grown")
         identity = creation.as_unique_id(unique_id, "join_grown: unique_id")
         with creation.recorded_init(uid_of(bytes(identity)), rank, nranks, config) as track:
             handle = creation.comm_grow(library, 0, nranks, identity, rank, ordinal, struct, timeout)

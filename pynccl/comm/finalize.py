@@ -197,7 +197,7 @@ def abort(comms: Iterable[Comm], timeout: float = ABORT_SECONDS) -> None:
     timeout  seconds to wait. ncclCommAbort blocks while a CUDA graph that captured one of them exists. It runs in a
              worker thread; after `timeout` it continues in the background and a RuntimeWarning is issued.
     """
-    limit = seconds(timeout)
+    limit = seconds(timeout, "abort: timeout")
     by_library: dict[Library, list[ReleasedHandle]] = {}
     for comm in [each for parent in _communicators(comms) for each in (*parent._dependents, parent)]:
         released = release_handle(comm, "aborted")

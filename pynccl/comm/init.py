@@ -45,7 +45,7 @@ def split(self: Self, color: int | None, key: int = 0, config: CommConfig | None
     key = integer(key, "split: key", INT_MIN, INT_MAX)
     if self.checking:
         compare_texts({self: "split()"})
-    struct = make_struct(config, self.library, "split")
+    struct = make_struct(config, self.library, "split", parent=True)
     made = _derive(
         self,
         lambda new: self.library.ncclCommSplit(self.handle, number, key, new, struct),
@@ -77,7 +77,7 @@ def shrink(self: Self, exclude: Sequence[int], *, abort: bool = False, config: C
     ranks = [check_rank("shrink: exclude", rank, self.size) for rank in excluded]
     if not ranks or self.rank in ranks or len(set(ranks)) != len(ranks):
         raise ValueError(f"shrink: exclude is {ranks} on rank {self.rank}, expected other ranks, each once")
-    struct = make_struct(config, self.library, "shrink")
+    struct = make_struct(config, self.library, "shrink", parent=True)
     self._stopped = self._stopped or abort
     if self._track is not None:
         self._track.exclude(ranks)
@@ -129,7 +129,7 @@ def grow(
     """
     more = f"more than the {counted(self.size, 'existing rank')}, up to {INT_MAX}"
     nranks = integer(nranks, "grow: nranks", self.size + 1, INT_MAX, more)
-    struct = make_struct(config, self.library, "grow")
+    struct = make_struct(config, self.library, "grow", parent=True)
     identity = None if unique_id is None else as_unique_id(unique_id, "grow: unique_id")
     self.check_alive()
     with self._lock, self._recorded("grow", weight=0, detail=f"nranks={nranks}"):
@@ -163,13 +163,13 @@ def _derive(
 # C calls that return handles
 
 
-def make_struct(config: CommConfig | None, library: Library, operation: str = "") -> Any:
-    """Return the ncclConfig_t of a new communicator; None: NCCL's defaults, or with `operation` the parent's config.
+def make_struct(config: CommConfig | None, library: Library, operation: str, parent: bool = False) -> Any:
+    """Return the ncclConfig_t of a new communicator; None: NCCL's defaults, or with `parent` the parent's config.
 
     Sets launch_order_implicit if the library has it: kernels of two communicators then start in the order of the calls.
     Otherwise ranks that start them in different orders could deadlock."""
     if not library.is_host and library.version >= CONFIG_SINCE["launchOrderImplicit"]:
-        if config is None and not operation:
+        if config is None and not parent:
             config = CommConfig()
         if isinstance(config, CommConfig) and config.launch_order_implicit is None:
             config = config._replace(launch_order_implicit=1)
@@ -180,7 +180,7 @@ def get_unique_id(library: Library | None = None) -> UniqueId:
     """Return a new id (ncclGetUniqueId) to pass to `Communicator.init` on all ranks of one communicator.
 
     Send bytes(id) to the other ranks; init accepts the id and its bytes."""
-    library = chosen(library)
+    library = chosen(library, "get_unique_id")
     unique_id = UniqueId()
     library.check(library.ncclGetUniqueId(ctypes.byref(unique_id)), "ncclGetUniqueId")
     return unique_id
@@ -196,7 +196,7 @@ def comm_init_rank(
     timeout: float | None,
 ) -> int:
     """Call ncclCommInitRank, or its variant for a config or for several ids."""
-    struct = make_struct(config, library)
+    struct = make_struct(config, library, "Communicator.init")
 
     def call(handle: Any) -> int:
         if len(ids) > 1:
@@ -285,7 +285,7 @@ def comm_split_all(
 
     The splits run as one group, since several of the ranks can be in this process and each waits for the others."""
     handles = [ctypes.c_void_p() for _ in comms]
-    structs = [make_struct(config, library) for config in configs]
+    structs = [make_struct(config, library, "split") for config in configs]
     what = f"ncclCommSplit of {len(comms)} communicators"
 
     def run() -> int:
@@ -368,7 +368,7 @@ def check_rank_of(rank: Any, nranks: Any, operation: str) -> tuple[int, int]:
 def check_device_kind(library: Library, device: Any, name: str) -> None:
     """Raise ValueError for a GPU with the host library, or for the CPU with another one."""
     check_enabled()  # raise for a bad PYNCCL_CHECK before a communicator exists
-    cpu = str(device).startswith("cpu")
+    cpu = shown(device, str).startswith("cpu")
     if library.is_host and device is not None and not isinstance(device, int) and not cpu:
         raise ValueError(
             f"{name} is {shown(device)}, but the host library works on the CPU; pass device=None, or unset "

@@ -119,8 +119,8 @@ def mem_alloc(
 
     Returns a `Memory`. Raises NcclError if memory is exhausted, TypeError or ValueError for a bad shape.
     """
-    library = chosen(library)
-    kind = data_type(dtype, "mem_alloc: ")
+    library = chosen(library, "mem_alloc")
+    kind = data_type(dtype, "mem_alloc: dtype")
     try:
         value: Any = shape
         single = attribute(value, "__index__") is not None and not attribute(value, "ndim")

@@ -47,7 +47,7 @@ def mem_pool(library: Library | None = None) -> Any:
     """
     import torch
 
-    library = chosen(library)
+    library = chosen(library, "mem_pool")
     if library.is_host:
         raise NcclInvalidUsage(
             "mem_pool: the host library has no GPU memory; allocate CPU tensors as usual, or pass another library="

@@ -103,7 +103,7 @@ def _copies(calls: Iterable[Call], stream: Any, site: str) -> list[Call]:
     calls = [call._replace(site=site, flags=layout.PLAN) for call in calls]
     if stream is None:
         return calls
-    handle = stream_handle(stream)
+    handle = stream_handle(stream, "plan: stream")
     return [call._replace(stream=handle) for call in calls]
 
 

@@ -28,7 +28,7 @@ def op_code(op: Any, comm: Comm, operation: str, dtype: int) -> int:
     if type(op) in (str, RedOp, int) and (code := _OPS.get(op)) is not None:  # by type: True == 1 must not pass
         return _OPS["sum"] if comm.size == 1 and code == RedOp.AVG else code  # NCCL has no float8 "avg" of one rank
     raise ValueError(
-        f"{operation}: unknown operator {shown(op)}; pass one of {', '.join(repr(o.name.lower()) for o in RedOp)}, "
+        f"{operation}: op is {shown(op)}, expected one of {', '.join(repr(o.name.lower()) for o in RedOp)}, "
         "a pynccl.RedOp, or comm.pre_mul_sum(scalar, dtype)"
     )
 
@@ -70,20 +70,23 @@ class PreMulSum(Resource, Shared):
         if isinstance(scalar, (int, float)):
             if dtype is None:
                 raise TypeError("pre_mul_sum: a Python number needs dtype=, the data type of the buffers")
-            kind_of_all = data_type(dtype, "pre_mul_sum: ")
+            kind_of_all = data_type(dtype, "pre_mul_sum: dtype")
             keep = _host_scalar(scalar, kind_of_all)
             pointer, code, residence = keep.data_ptr(), int(kind_of_all), ScalarResidence.HOST_IMMEDIATE
         else:
             keep = scalar
             kind = adapter(scalar, "pre_mul_sum", "scalar")
-            pointer, count, code, device = kind.describe(scalar)
+            try:
+                pointer, count, code, device = kind.describe(scalar)
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"pre_mul_sum: scalar: {error}") from None
             if kind is TORCH and scalar.requires_grad:
                 check_not_in_graph("pre_mul_sum", "scalar", scalar)
             if count != 1 or device not in (comm.ordinal, CPU):
                 raise ValueError(
                     f"pre_mul_sum: scalar has {count} elements on {device_name(device)}, expected 1 on {comm.device}"
                 )
-            if dtype is not None and (wanted := data_type(dtype, "pre_mul_sum: ")) != code:
+            if dtype is not None and (wanted := data_type(dtype, "pre_mul_sum: dtype")) != code:
                 names = (each.name.lower() for each in (DataType(code), wanted))
                 raise ValueError(f"pre_mul_sum: scalar is {next(names)}, but dtype is {next(names)}; omit dtype")
             residence = ScalarResidence.DEVICE if device == comm.ordinal else ScalarResidence.HOST_IMMEDIATE

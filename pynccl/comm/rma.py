@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..bindings.abi import ITEMSIZE, WaitSignalDesc
-from ..bindings.values import INT_MAX, SIZE_MAX, instance, integer
+from ..bindings.values import INT_MAX, SIZE_MAX, instance, integer, shown
 from ..interop.streams import stream_handle
 from .argcheck import check_buffer, check_rank
 from .base import Comm
@@ -63,7 +63,9 @@ def signal(self: Comm, peer: int, *, signal: int = 0, context: int = 0, stream: 
     peer = check_rank("signal: peer", peer, self.size)
     signal, context = _indices("signal", signal, context)
     self.check_alive()
-    enqueue(self, "signal", "ncclSignal", (peer, signal, context, 0), stream_handle(stream), None, None)
+    enqueue(
+        self, "signal", "ncclSignal", (peer, signal, context, 0), stream_handle(stream, "signal: stream"), None, None
+    )
 
 
 def wait_signal(self: Comm, counts: Mapping[int, int] | int, *, signal: int = 0, context: int = 0, stream: Any) -> None:
@@ -81,18 +83,18 @@ def wait_signal(self: Comm, counts: Mapping[int, int] | int, *, signal: int = 0,
         raise ValueError("wait_signal: counts is empty, expected {peer: number of signals}")
     expected = {}
     for peer, count in items:
-        peer = check_rank("wait_signal: peer", peer, self.size)
+        peer = check_rank("wait_signal: counts: peer", peer, self.size)
         try:
-            expected[peer] = integer(count, "count", 1, INT_MAX)
+            expected[peer] = integer(count, "wait_signal: counts", 1, INT_MAX)
         except ValueError:
             raise ValueError(
-                f"wait_signal: {count!r} signals from rank {peer}, expected 1 or more, up to {INT_MAX}"
+                f"wait_signal: counts has {shown(count)} signals from rank {peer}, expected 1 or more, up to {INT_MAX}"
             ) from None
     signal, context = _indices("wait_signal", signal, context)
     self.check_alive()
     rows = (WaitSignalDesc * len(expected))(*(WaitSignalDesc(n, peer, signal, context) for peer, n in expected.items()))
     inputs: Any = (len(expected), rows)
-    enqueue(self, "wait_signal", "ncclWaitSignal", inputs, stream_handle(stream), rows, None)
+    enqueue(self, "wait_signal", "ncclWaitSignal", inputs, stream_handle(stream, "wait_signal: stream"), rows, None)
 
 
 def _indices(operation: str, signal: Any, context: Any) -> tuple[int, int]:

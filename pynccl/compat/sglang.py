@@ -39,7 +39,7 @@ class NCCLLibrary(wrapper.NCCLLibrary):
     ) -> ncclComm_t:
         """ncclCommInitRank with a pynccl.CommConfig, whose fields the loaded NCCL must support."""
         comm = ncclComm_t()
-        struct = struct_of(config or CommConfig(), CommConfig, self.lib)
+        struct = struct_of(config or CommConfig(), CommConfig, self.lib, "split")
         identity = UniqueId.from_buffer_copy(unique_id)
         code = self.lib.ncclCommInitRankConfig(ctypes.byref(comm), world_size, identity, rank, ctypes.byref(struct))
         self._check(code, f"ncclCommInitRankConfig(rank {rank} of {world_size})")

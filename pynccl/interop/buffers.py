@@ -39,15 +39,15 @@ _REMEDIES: dict[str, str] = {
 }
 
 
-def data_type(dtype: Any, operation: str = "") -> DataType:
+def data_type(dtype: Any, name: str = "dtype") -> DataType:
     """Return the `DataType` of a torch or NumPy dtype, a name such as "bfloat16", or a `DataType`.
 
-    Raises TypeError with a remedy for a type that NCCL does not have.   operation: "mem_alloc: ", for the message"""
+    Raises TypeError with a remedy for a type that NCCL does not have.   name: of the argument, for messages"""
     if isinstance(dtype, DataType):
         return dtype
     try:
         return _KNOWN[type(dtype), dtype]  # keyed by type too: 7 == FLOAT32, but 7 is not a data type
-    except (KeyError, TypeError):
+    except Exception:  # not known yet; without a hash; raised by the user's object
         pass
     if attribute(dtype, "isnative", True) is False:
         raise TypeError(
@@ -55,13 +55,13 @@ def data_type(dtype: Any, operation: str = "") -> DataType:
             "x.astype(x.dtype.newbyteorder('='))"
         )
     text = shown(dtype, str) or "''"
-    name = attribute(dtype, "name") or attribute(dtype, "__name__") or text.removeprefix("torch.")
-    found = _BY_NAME.get(name) if isinstance(name, str) else None
+    known = attribute(dtype, "name") or attribute(dtype, "__name__") or text.removeprefix("torch.")
+    found = _BY_NAME.get(known) if isinstance(known, str) else None
     if found is None and isinstance(dtype, str):
-        raise TypeError(f"{operation}dtype is {shown(dtype)}, expected one of {', '.join(sorted(_BY_NAME))}")
+        raise TypeError(f"{name} is {shown(dtype)}, expected one of {', '.join(sorted(_BY_NAME))}")
     if found is None:
-        remedy = next((hint for part, hint in _REMEDIES.items() if part in str(name)), "convert it")
-        raise TypeError(f"{operation}{text} has no NCCL data type; NCCL knows {', '.join(sorted(_BY_NAME))}: {remedy}")
+        remedy = next((hint for part, hint in _REMEDIES.items() if part in str(known)), "convert it")
+        raise TypeError(f"{name} {text} has no NCCL data type; NCCL knows {', '.join(sorted(_BY_NAME))}: {remedy}")
     if type(dtype).__module__.partition(".")[0] in ("numpy", "torch", "builtins"):  # types with a reliable __eq__
         _KNOWN[type(dtype), dtype] = found
     return found

@@ -19,7 +19,7 @@ def device_ordinal(device: Any, name: str = "device") -> int:
     """Return the ordinal: 1 for 1, "cuda:1", torch.device("cuda", 1); the current GPU for "cuda"; 0 for "cpu"."""
     if hasattr(type(device), "__index__"):
         return integer(device, name, 0, INT_MAX, "an ordinal >= 0, or a name ('cuda:1', 'cpu')")
-    kind, _, index = str(device).partition(":")
+    kind, _, index = shown(device, str).partition(":")
     if kind not in ("cuda", "cpu", "hip") or (index and not index.isdigit()):
         raise ValueError(f"{name} {shown(device)} is not a device; pass an ordinal (1) or a name ('cuda:1', 'cpu')")
     return int(index) if index else 0 if kind == "cpu" else current_device()

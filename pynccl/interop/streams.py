@@ -200,9 +200,9 @@ def create_stream(
     stream uses its results. pynccl keeps the buffers of its calls on this stream alive until they have run, so you can
     drop your references at once.
     """
-    library = chosen(library)
+    library = chosen(library, "create_stream")
     if priority is not None:
-        priority = integer(priority, "priority", INT_MIN, INT_MAX)
+        priority = integer(priority, "create_stream: priority", INT_MIN, INT_MAX)
     if library.is_host:
         stream: Stream = host_module().HostStream(priority=priority or 0)
         return stream
@@ -223,7 +223,7 @@ def current_stream(device: int | str | None = None, *, library: Library | None =
     library, work on it runs synchronously in the calling thread.
 
     Use it to order other streams: `side.wait(pynccl.current_stream(comm.device))`, and vice versa."""
-    library = chosen(library)
+    library = chosen(library, "current_stream")
     if library.is_host:
         caller: Stream = host_module().CallerStream()
         return caller
@@ -254,13 +254,13 @@ def _current_handle(ordinal: int) -> int:
 
 def create_event(device: int | str | None = None, *, timing: bool = False, library: Library | None = None) -> Any:
     """Create an event on `device`. Pass timing=True to use `elapsed_time`."""
-    library = chosen(library)
+    library = chosen(library, "create_event")
     if library.is_host:
         return host_module().HostEvent()
     return CudaEvent(int(_core_device(device).device_id), timing)
 
 
-def stream_handle(stream: Any) -> int:
+def stream_handle(stream: Any, name: str = "stream") -> int:
     """Return the cudaStream_t of a stream object as an integer.
 
     Accepts an integer handle, a torch.cuda.Stream (`.cuda_stream`), a CuPy stream (`.ptr`), and objects with
@@ -269,12 +269,12 @@ def stream_handle(stream: Any) -> int:
     if type(stream) is int and 0 <= stream <= SIZE_MAX:
         return stream
     if hasattr(type(stream), "__index__") and not isinstance(stream, bool):
-        return stream if type(stream) is Handle else integer(stream, "stream", 0, SIZE_MAX, "a handle, 0..2**64-1")
+        return stream if type(stream) is Handle else integer(stream, name, 0, SIZE_MAX, "a handle, 0..2**64-1")
     handle = handle_of(stream)
     if handle is not None:
         return handle
     raise TypeError(
-        f"stream is {type_of(stream)}, expected a handle (int), a torch.cuda.Stream, a CuPy stream, "
+        f"{name} is {type_of(stream)}, expected a handle (int), a torch.cuda.Stream, a CuPy stream, "
         "an object with __cuda_stream__, or pynccl.create_stream()"
     )
 

@@ -133,7 +133,7 @@ class PyncclBackend(Collectives):
         """Make a communicator with the ranks that meet there."""
         library = load("host") if device.type == "cpu" else load()
         config = CommConfig(comm_name=title) if library.is_host or library.version >= _NAMED_SINCE else None
-        comm = init_at(rendezvous, library, None if library.is_host else device, None, config, self._serves)
+        comm = init_at("init", rendezvous, library, None if library.is_host else device, None, config, self._serves)
         self._limit(comm)
         return comm
 

@@ -4,6 +4,8 @@ autograd  programs of differentiable collectives, in every mode of torch: values
           same program written as plain operations on all ranks' tensors
 calls     every public call with invalid arguments, the same on all ranks: each call must return the right result, or
           raise an error that names the argument and the expected value, and leave the communicator usable
+arguments every public function with one argument of a valid call replaced by nonsense, a random sample of all pairs of
+          argument and value: it must raise an error that names the function and the argument, or accept the value
 models    transformers models parallelized by random plans: outputs and gradients must equal those of the unsharded
           model, or every rank must reject the plan before it changes the model
 overlap   overlapped matmuls and layers in typical programs: results must equal those of F.linear
@@ -14,6 +16,7 @@ The generators are in tests/support/fuzz. A failure prints the generated case an
 examples:
   python scripts/faults/fuzzer.py autograd --runs 2 --modes plain,vmap --ranks 2
   python scripts/faults/fuzzer.py calls --runs 20 --ranks 2
+  python scripts/faults/fuzzer.py arguments --runs 100 --ranks 1,2
   python scripts/faults/fuzzer.py models --runs 3 --seed 1 --ranks 2
   python scripts/faults/fuzzer.py overlap --runs 2 --ranks 3
   python scripts/faults/fuzzer.py models --runs 500  # long
@@ -65,6 +68,20 @@ def fuzz_autograd(pool: Any, options: argparse.Namespace) -> bool:
 
 
 def fuzz_calls(pool: Any, options: argparse.Namespace) -> bool:
+    from fuzz import call_ranks  # type: ignore[import-not-found]
+
+    return _fuzz_calls(pool, options, call_ranks, [(seeds(options), options.ranks[0])])
+
+
+def fuzz_arguments(pool: Any, options: argparse.Namespace) -> bool:
+    from fuzz import argument_ranks
+
+    step = len(options.ranks)  # the ranks are used alternately
+    by_size = [([seed for seed in seeds(options) if seed % step == at], n) for at, n in enumerate(options.ranks)]
+    return _fuzz_calls(pool, options, argument_ranks, by_size)
+
+
+def _fuzz_calls(pool: Any, options: argparse.Namespace, kind: Any, by_size: list[tuple[Any, int]]) -> bool:
     from fuzz.call_fuzzing import fuzz  # type: ignore[import-not-found]
     from fuzz.call_ranks import BAD, GOOD, Record  # type: ignore[import-not-found]
 
@@ -77,12 +94,13 @@ def fuzz_calls(pool: Any, options: argparse.Namespace) -> bool:
             if shown[record.outcome, place] <= EXAMPLES:
                 bar.line(f"{record.outcome}: {record.text}   (--seed {record.seed})\n      {record.message}")
 
-        found = fuzz(
-            pool, seeds(options), options.ranks[0], timeout=options.timeout, on_failure=report, on_done=bar.step
-        )
+        counts: Counter[str] = Counter()
+        for some, n in by_size:
+            how = {"timeout": options.timeout, "on_failure": report, "on_done": bar.step}
+            counts += fuzz(pool, some, n, kind=kind, **how).counts
     for outcome in (*GOOD, *BAD):
-        print(f"{outcome:10s} {found.counts[outcome]:6d}")
-    return bool(found.bad)
+        print(f"{outcome:10s} {counts[outcome]:6d}")
+    return any(counts[outcome] for outcome in BAD)
 
 
 def fuzz_models(pool: Any, options: argparse.Namespace) -> bool:
@@ -112,7 +130,13 @@ def fuzz_overlap(pool: Any, options: argparse.Namespace) -> bool:
     return bool(found.failures)
 
 
-KINDS = {"autograd": fuzz_autograd, "calls": fuzz_calls, "models": fuzz_models, "overlap": fuzz_overlap}
+KINDS = {
+    "autograd": fuzz_autograd,
+    "calls": fuzz_calls,
+    "arguments": fuzz_arguments,
+    "models": fuzz_models,
+    "overlap": fuzz_overlap,
+}
 
 
 def seeds(options: argparse.Namespace) -> range:

@@ -152,7 +152,11 @@ def check_bad_arguments(comm: Communicator) -> None:
         (lambda: ad.CommOverlap(helper, (8,)), ValueError, "tensor_shape is .*expected"),
         (lambda: ad.CommOverlap(helper, (7, 8)), ValueError, "a number of rows divisible by 2 ranks"),
         (lambda: ad.CommOverlap(helper, (8, 8), torch.int32), TypeError, "dtype is torch.int32, expected"),
-        (lambda: ad.CommOverlap(helper, (8, 8), num_splits=0), ValueError, "chunks is 0, expected an integer >= 1"),
+        (
+            lambda: ad.CommOverlap(helper, (8, 8), num_splits=0),
+            ValueError,
+            "CommOverlap: num_splits is 0, expected an integer",
+        ),
         (lambda: ad.CommOverlapP2P(helper, (8, 8), aggregate=1), TypeError, "aggregate is 1, expected True or"),  # type: ignore[arg-type]
     ]
     for call, kind, text in wrong:

@@ -272,7 +272,8 @@ def check_bad_input(comm: Communicator) -> None:
     rows: list[tuple[type[Exception], str, tuple[Any, ...]]] = [
         (TypeError, r"model is \[\], expected a torch\.nn\.Module", ([], comm)),
         (TypeError, "comm is None", (model, None)),
-        *((ValueError, "bucket_bytes is", (model, comm, nbytes)) for nbytes in (0, "25", True, float("nan"))),
+        *((ValueError, "bucket_bytes is", (model, comm, nbytes)) for nbytes in (0, float("nan"))),
+        *((TypeError, "bucket_bytes is", (model, comm, nbytes)) for nbytes in ("25", True)),
         (TypeError, r"reduce_dtype is torch\.int32", (model, comm, 1, torch.int32)),
         (ValueError, "no parameter that requires a gradient", (frozen, comm)),
         (ValueError, "weight is on meta", (nn.Linear(2, 2, device="meta"), comm)),

@@ -116,7 +116,7 @@ def check_swapped_arguments(comm: Communicator) -> None:
     any_of: Any = ad
     x, w, check = torch.ones(4, 4), torch.ones(3, 4), cast(Any, ad.testing.check_adjoint)
     line = ad.CartesianPartition(comm, (comm.size,))
-    row = any_of.RowParallelLinear(4, 4, comm)
+    row, linear = any_of.RowParallelLinear(4, 4, comm), torch.nn.Linear(4, 4)
     freed = torch.ones(4, 4)
     freed.untyped_storage().resize_(0)
     cases: list[tuple[Any, str]] = [
@@ -129,12 +129,15 @@ def check_swapped_arguments(comm: Communicator) -> None:
         (lambda: any_of.Partition(comm, ["0"]), "Partition: ranks is ['0'], expected a sequence of integers"),
         (lambda: any_of.AllSumReduce("x", 0), "AllSumReduce: partition is 'x', expected a Partition"),
         (lambda: any_of.AllSumReduce(line, 0)("x"), "AllSumReduce: x is a str, expected a torch.Tensor"),
-        (lambda: any_of.Repartition(line, line)(freed), "or its storage was freed); expected dense"),
-        (lambda: any_of.anchor(3.0, x), "anchor: loss is a float, expected a torch.Tensor"),
+        (lambda: any_of.Repartition(line, line)(freed), "or its storage was freed); expected dense ones"),
+        (lambda: any_of.anchor(3.0, x), "anchor: loss is 3.0, expected a dense torch.Tensor"),
         (lambda: any_of.copy(freed, comm), "copy: x is a tensor (4, 4) whose storage was freed"),
         (lambda: row(x[:, :3]), "RowParallelLinear: x has shape (4, 3), expected [.., 2]"),
         (lambda: row(x[:, :2].double()), "RowParallelLinear: x is torch.float64, the weight torch.float32; pass x.to("),
-        (lambda: any_of.ColumnParallelLinear(4, 4, comm, dtype="f4"), "dtype is 'f4', expected a floating-point"),
+        (
+            lambda: any_of.ColumnParallelLinear(4, 4, comm, dtype="f4"),
+            "ColumnParallelLinear: dtype is 'f4', expected a torch.dtype",
+        ),
         (lambda: any_of.ColumnParallelLinear(4, -2, comm), "out_features is -2"),
         (lambda: check(torch.clone, x.int(), comm), "check_adjoint: x is torch.int32"),
         (lambda: any_of.start(object(), x, comm), "is not a collective of pynccl_autograd; pass"),
@@ -156,7 +159,20 @@ def check_swapped_arguments(comm: Communicator) -> None:
         ),
         (lambda: any_of.Mesh(comm, {"tp": 2})[0], "mesh[axes]: axes is 0, expected names, some of 'tp'"),
         (lambda: any_of.clip_grad_norm_(row, "a"), "clip_grad_norm_: max_norm is 'a', expected a number"),
-        (lambda: any_of.clip_grad_norm_(row, 1.0, "a"), "clip_grad_norm_: norm_type is 'a', expected a number above 0"),
+        (lambda: any_of.clip_grad_norm_(row, 1.0, "a"), "clip_grad_norm_: norm_type is 'a', expected a number"),
+        (
+            lambda: any_of.ColumnParallelLinear(4, 4, comm, bias=np.ones(2)),
+            "ColumnParallelLinear: bias is array([1., 1.])",
+        ),
+        (lambda: any_of.VocabParallelHead(4, 4, comm, dtype="f4"), "VocabParallelHead: dtype is 'f4', expected a"),
+        (lambda: any_of.VocabParallelHead(4, 4, comm, device=1.5), "VocabParallelHead: device is 1.5, expected a"),
+        (lambda: any_of.ColumnParallelLinear.from_linear(linear, comm, device="cpu"), "from_linear: device is that of"),
+        (lambda: any_of.Shard(1.5, 0, (4, 4)), "Shard: comm is 1.5, expected a pynccl.Communicator"),
+        (lambda: any_of.Shard(comm, 0, 4), "Shard: shape is 4, expected a sequence of sizes"),
+        (lambda: any_of.set_side_stream(1.5, 0), "set_side_stream: comm is 1.5, expected a pynccl.Communicator"),
+        (lambda: any_of.copy_matmul(x, 3, comm), "copy_matmul: w is 3, expected a weight"),
+        (lambda: any_of.overlap.save(3), "overlap.save: path is 3, expected the path of a file"),
+        (lambda: line.rank_at(1.5), "rank_at: coordinates is 1.5, expected a sequence of integers"),
         (lambda: any_of.finish_gradients(3), "finish_gradients: parameters is 3, expected a torch.nn.Module or its"),
         (lambda: any_of.overlap.report(3).__enter__(), "overlap.report: model is 3, expected a torch.nn.Module, or"),
         (lambda: any_of.overlap.decisions(3), "overlap.decisions: model is 3, expected a torch.nn.Module"),

@@ -96,7 +96,7 @@ BAD_KINDS: list[Bad] = [
         "ValueError: init_all: devices is ['cpu', 'cpu'], expected one or more, each once",
     ),
     (lambda c: pynccl.get_unique_id(HOST), NO_LIBRARY),
-    (lambda c: pynccl.load(1.5), "TypeError: spec is 1.5, expected 'host', 'nccl', or the path"),
+    (lambda c: pynccl.load(1.5), "TypeError: load: spec is 1.5, expected 'host', 'nccl', the path"),
     (lambda c: pynccl.from_file(3, 0, 1), "TypeError: from_file: path is 3, expected the path of a file"),
     (
         lambda c: pynccl.from_store({}, 0, 1),

@@ -56,7 +56,7 @@ def test_unloadable_library_error_names_alternatives(tmp_path: Path) -> None:
     missing = str(tmp_path / "libnccl.so.2")
     with pytest.raises(pynccl.NcclLibraryNotFound) as caught:
         pynccl.load(missing)
-    assert str(caught.value).startswith(f"load: '{missing}': cannot open shared object file")
+    assert str(caught.value).startswith(f"load: spec is '{missing}': cannot open shared object file")
     assert "pass the path of a libnccl.so.2, 'nccl' to search for one, or 'host'" in str(caught.value)
     with pytest.raises(pynccl.NcclLibraryNotFound, match=r"libc\.so\.6 \(given path\) has no ncclGetVersion"):
         pynccl.load("libc.so.6")

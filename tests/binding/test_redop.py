@@ -69,7 +69,7 @@ def test_operator_of_other_communicator_or_dtype_raises() -> None:
         with pytest.raises(ValueError, match="op was made for float64, the buffers are float32; make one"):
             call(ours, wide)
     for op in (True, None, "SUM"):
-        with pytest.raises(ValueError, match="all_reduce: unknown operator"):
+        with pytest.raises(ValueError, match="all_reduce: op is"):
             ours.all_reduce(X, op=op)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="pre_mul_sum: scalar is float32, but dtype is float64"):
         ours.pre_mul_sum(torch.tensor(2.0), "float64")

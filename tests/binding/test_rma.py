@@ -49,8 +49,8 @@ INVALID: list[tuple[Callable[[Communicator, Window], Any], str]] = [
     ),
     (lambda comm, window: comm.put_signal(X, 4, window, stream=0), r"put_signal: peer is 4, expected a rank in 0\.\.3"),
     (lambda comm, _: comm.signal(-1, stream=0), r"signal: peer is -1, expected a rank in 0\.\.3"),
-    (lambda comm, _: comm.wait_signal({0: 1, 9: 1}, stream=0), "wait_signal: peer is 9, expected a rank in"),
-    (lambda comm, _: comm.wait_signal({2: 0}, stream=0), "wait_signal: 0 signals from rank 2, expected 1 or more"),
+    (lambda comm, _: comm.wait_signal({0: 1, 9: 1}, stream=0), "wait_signal: counts: peer is 9, expected a rank in"),
+    (lambda comm, _: comm.wait_signal({2: 0}, stream=0), "wait_signal: counts has 0 signals from rank 2, expected 1"),
     (lambda comm, _: comm.wait_signal({}, stream=0), "wait_signal: counts is empty, expected"),
 ]
 

@@ -35,7 +35,7 @@ INVALID: list[tuple[Callable[[Communicator], Any], str]] = [
     (lambda c: c.signal(0, signal=WRAPS, stream=0), r"signal: signal is 4294967296, expected an integer in 0"),
     (
         lambda c: c.wait_signal({0: WRAPS + 1}, stream=0),
-        "wait_signal: 4294967297 signals from rank 0, expected 1 or more, up to 2147483647",
+        "wait_signal: counts has 4294967297 signals from rank 0, expected 1 or more, up to 2147483647",
     ),
     (lambda c: c.put_signal(X, 0, WINDOW, signal=WRAPS), "put_signal: signal is 4294967296, expected"),
     (lambda c: c.window(X, flags=WRAPS | 1), r"window: flags is 4294967297, expected an integer in 0\.\."),

@@ -65,7 +65,7 @@ BAD: list[Bad] = [
     (lambda c: c.broadcast(zeros(4), root=4), "ValueError: broadcast: root is 4, expected a rank in 0..3"),
     (lambda c: c.reduce(zeros(4), root="0"), "ValueError: reduce: root is '0', expected a rank in 0..3"),
     (lambda c: c.scatter(None), "TypeError: scatter: rank 1 passed neither send nor recv; pass recv="),
-    (lambda c: c.all_reduce(zeros(4), op="mean"), "ValueError: unknown operator 'mean' … 'avg' … pre_mul_sum"),
+    (lambda c: c.all_reduce(zeros(4), op="mean"), "ValueError: all_reduce: op is 'mean' … 'avg' … pre_mul_sum"),
     (lambda c: c.all_reduce(READ_ONLY, READ_ONLY), "ValueError: array of shape (4,) is read-only"),
     (lambda c: c.all_reduce((64, 4, F4), stream=0), "TypeError: cannot allocate the result like a tuple: pass recv="),
     (

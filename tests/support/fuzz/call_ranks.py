@@ -126,21 +126,27 @@ def plan(seed: int) -> Plan:
     return Plan(target, names, changed)
 
 
-def text_of(drawn: Plan) -> str:
+def text_of(seed: int) -> str:
+    drawn = plan(seed)
     args = ", ".join(f"{role}={name}" for role, name in drawn.names.items())
     return f"{drawn.target.name}({args})"
+
+
+def load(comm: Communicator) -> None:
+    """Make what the calls use, once for each communicator."""
+    if id(comm) not in _environments:
+        _environments[id(comm)] = Environment(comm)
 
 
 def run(comm: Communicator, seeds: list[int]) -> list[Record]:
     """Make the calls of the seeds, and after each a valid call, which must return the right result."""
     warnings.simplefilter("ignore")
-    env = _environments.get(id(comm))
-    if env is None:
-        env = _environments[id(comm)] = Environment(comm)
+    load(comm)
+    env = _environments[id(comm)]
     comm.timeout = SLOW_SECONDS
     found = []
     for seed in seeds:
-        print(f"call {seed}: {text_of(plan(seed))}", flush=True)
+        print(f"call {seed}: {text_of(seed)}", flush=True)
         start = time.monotonic()
         record = make(env, seed)
         if time.monotonic() - start > SLOW_SECONDS and record.outcome in GOOD:
@@ -162,8 +168,7 @@ def check_usable(env: Environment, last: Record) -> None:
 
 
 def make(env: Environment, seed: int) -> Record:
-    drawn = plan(seed)
-    text = text_of(drawn)
+    drawn, text = plan(seed), text_of(seed)
     target = drawn.target
     try:
         rows = [{role: value(env, name, r) for role, name in drawn.names.items()} for r in range(env.size)]
