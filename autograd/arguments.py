@@ -291,8 +291,8 @@ def check_rank(operation: str, comm: Communicator, rank: Any, name: str = "root"
 def check_divisible(operation: str, x: Tensor, dim: int, comm: Communicator, remedy: str = "pass splits=") -> None:
     if x.shape[dim] % comm.size:
         raise ValueError(
-            f"{operation}: dimension {dim} of {tuple(x.shape)} has size {x.shape[dim]}, not divisible by {comm.size} "
-            f"ranks; pad it or {remedy}"
+            f"{operation}: dimension {dim} of x {tuple(x.shape)} has size {x.shape[dim]}, not divisible by "
+            f"{comm.size} ranks; pad it or {remedy}"
         )
 
 

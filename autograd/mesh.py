@@ -72,13 +72,13 @@ class Mesh(Shared):
         import torch.distributed as dist
         from torch.distributed.device_mesh import DeviceMesh
 
+        instance(device_type, (str, type(None)), "to_device_mesh: device_type", "a string such as 'cuda', or None")
         if not dist.is_initialized() or (dist.get_world_size(), dist.get_rank()) != (self.comm.size, self.comm.rank):
             state = f"has {dist.get_world_size()} ranks" if dist.is_initialized() else "is not initialised"
             raise RuntimeError(
                 f"to_device_mesh: torch.distributed {state}; call init_process_group with world_size={self.comm.size} "
                 f"and rank={self.comm.rank}, as in the mesh"
             )
-        instance(device_type, (str, type(None)), "to_device_mesh: device_type", "a string such as 'cuda', or None")
         kind = device_type or self.comm.device.partition(":")[0]
         grid = torch.arange(self.comm.size).reshape(tuple(self.shape.values()))
         return DeviceMesh(kind, grid, mesh_dim_names=tuple(self.shape))

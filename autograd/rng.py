@@ -151,6 +151,7 @@ def set_state(state: Mapping[str, Tensor]) -> None:
 
     RuntimeError before `seed`, and within a `sharded` block. TypeError or ValueError for a wrong state."""
     instance(state, Mapping, "rng.set_state: state", "what ad.rng.get_state() returned")
+    _check_outside("set_state")
     for device, like in get_state().items():
         found = state.get(device)
         if found is None and device == "cuda":  # saved without a GPU

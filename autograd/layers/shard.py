@@ -78,7 +78,7 @@ class Shard:
             size = local[dim]
             if splits is None and size % comm.size:
                 raise ValueError(
-                    f"Shard: dimension {dim} of {list(local)} is not divisible by {comm.size} ranks; pass splits="
+                    f"Shard: dimension {dim} of shape {list(local)} is not divisible by {comm.size} ranks; pass splits="
                 )
             self.splits = check_splits("Shard", splits, comm) or (size // comm.size,) * comm.size
             if sum(self.splits) != size:

@@ -284,7 +284,7 @@ def load(path: str | Path) -> None:
             {name: _record(value) for name, value in content["decisions"].items()} if version == FILE_VERSION else {}
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"overlap.load: {path} is not a file of ad.overlap.save(): {shown(error)}") from None
+        raise ValueError(f"overlap.load: path {path} is not a file of ad.overlap.save(): {shown(error)}") from None
     if version != FILE_VERSION:
         raise ValueError(
             f"overlap.load: {path} has version {shown(version)}, expected {FILE_VERSION}; run the trials again and "

@@ -76,8 +76,9 @@ def fuzz_calls(pool: Any, options: argparse.Namespace) -> bool:
 def fuzz_arguments(pool: Any, options: argparse.Namespace) -> bool:
     from fuzz import argument_ranks
 
-    step = len(options.ranks)  # the ranks are used alternately
-    by_size = [([seed for seed in seeds(options) if seed % step == at], n) for at, n in enumerate(options.ranks)]
+    step, cases = len(options.ranks), len(argument_ranks.cases())  # sizes alternate, also from round to round
+    turns = {seed: (seed + seed // cases) % step for seed in seeds(options)}
+    by_size = [([seed for seed, turn in turns.items() if turn == at], n) for at, n in enumerate(options.ranks)]
     return _fuzz_calls(pool, options, argument_ranks, by_size)
 
 

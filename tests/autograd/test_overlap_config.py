@@ -90,7 +90,7 @@ def check_bad_options(comm: Communicator) -> None:
             call(x[:, :3], w, comm, overlap=ring)
         with pytest.raises(TypeError, match=r"x is torch\.float64, the weight torch\.float32"):
             call(x.double(), w, comm, overlap=ring)
-    with pytest.raises(ValueError, match=r"dimension 0 of \(11, 8\) has size 11, not divisible by 2 ranks"):
+    with pytest.raises(ValueError, match=r"dimension 0 of x \(11, 8\) has size 11, not divisible by 2 ranks"):
         ad.matmul_reduce_scatter(x[:11], w, comm, overlap=ring)
     with pytest.raises(ValueError, match="hand_off=True expects x of shape"):
         ad.matmul_all_reduce(x[None], w, comm, hand_off=True)

@@ -149,7 +149,7 @@ def check_swapped_arguments(comm: Communicator) -> None:
         (lambda: ad.matmul_all_reduce(x, w, comm, w[:, 0].to("meta")), "bias is on meta, expected cpu, the device "),
         (lambda: any_of.matmul_reduce_scatter(x, w, comm, True), "bias is True, expected a torch.Tensor, or None"),
         (lambda: ad.Shard(comm, 3, (4, 6)), "Shard: dim is 3, expected a dimension of shape [4, 6], or None"),
-        (lambda: ad.Shard(comm, 0, (5, 6)), "dimension 0 of [5, 6] is not divisible by 2 ranks; pass splits="),
+        (lambda: ad.Shard(comm, 0, (5, 6)), "dimension 0 of shape [5, 6] is not divisible by 2 ranks; pass splits="),
         (lambda: ad.Shard(comm, 0, (4, 6), partial=True), "partial=True is for replicated parameters; pass dim=None"),
         (lambda: ad.set_shard(x, ad.Shard(comm, 0, (4, 4))), "has shape (4, 4), expected (2, 4), this rank's shard of"),
         (lambda: ad.CartesianPartition(comm, (2, 2)), "needs 4 ranks, but the communicator has 2; pass a smaller"),

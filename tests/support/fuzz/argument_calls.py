@@ -50,7 +50,9 @@ pynccl.Communicator.init(nranks=1, unique_id=pynccl.get_unique_id(), rank=0, dev
 library=None)
 pynccl.Communicator.init(1, pynccl.get_unique_id(), 0, config=pynccl.CommConfig(blocking=True, cga_cluster_size=1, \
 min_ctas=1, max_ctas=1, net_name='Socket', split_share=False, traffic_class=1, comm_name='a', collnet_enable=False, \
-cta_policy=0, shrink_share=False, nvls_ctas=1))
+cta_policy=0, shrink_share=False, nvls_ctas=1, n_channels_per_net_peer=1, nvlink_centric_sched=None, \
+graph_usage_mode=None, num_rma_ctx=None, max_p2p_peers=None, graph_stream_ordering=None, launch_order_implicit=None, \
+num_rma_sig=None, rma_eager_init=None, host_cft_mode=None, nvls_host_mode=None))
 pynccl.Communicator.init_all(devices=1, library=None)
 pynccl.Communicator.join_grown(nranks=1, unique_id=bytes(128), rank=0, device=None, config=None, timeout=0.2, \
 library=None)
@@ -145,12 +147,12 @@ ad.finish_gradients(parameters=model, bucket_bytes=64e6)
 ad.finish_gradients_in_backward(parameters=model)
 ad.clip_grad_norm_(parameters=model, max_norm=1.0, norm_type=2.0, error_if_nonfinite=False)
 ad.full_state_dict(model=model, comm=None, rank0_only=True)
-ad.load_full_state_dict(model=model, state=ad.full_state_dict(model, rank0_only=False), strict=True, comm=None, \
+ad.load_full_state_dict(model=model, state=ad.full_state_dict(model, None, False), strict=True, comm=None, \
 device=None)
 ad.save_full_state_dict(model=model, path=folder + '/model.safetensors', max_shard_bytes=5e9, comm=None)
 ad.full_optimizer_state_dict(model=model, optimizer=adam(model), comm=None, rank0_only=True)
 ad.load_full_optimizer_state_dict(model=model, optimizer=adam(model), \
-state=ad.full_optimizer_state_dict(model, adam(model), rank0_only=False), comm=None)
+state=ad.full_optimizer_state_dict(model, adam(model), None, False), comm=None)
 ad.dcp_state_dict(model=model)
 ad.dcp_optimizer_state_dict(model=model, optimizer=adam(model))
 ad.Shard(comm=comm, dim=0, shape=(4, 4), splits=None, partial=False, blocks=1, transposed=False)
@@ -161,11 +163,11 @@ ad.Mesh(comm=comm, shape={'tp': n})
 ad.Mesh(comm, {'tp': n}).coordinate_of(rank=0)
 ad.Mesh(comm, {'tp': n}).size(*pair(axes='tp'))
 ad.Mesh(comm, {'tp': n}).__getitem__(axes='tp')
-ad.Mesh(comm, {'tp': n}).to_device_mesh(device_type='cpu')
+ad.Mesh(alone, {'tp': 1}).to_device_mesh(device_type='cpu')
 ad.Mesh.from_device_mesh(mesh=device_mesh, timeout=1.0)
 ad.Partition(comm=comm, ranks=[0])
 ad.CartesianPartition(comm=comm, shape=(n,), ranks=None)
-line.axes_comm(axes=0)
+line.axes_comm(axes=0).size
 line.coordinates_of(position=0)
 line.rank_at(coordinates=(0,))
 ad.AllSumReduce(partition=line, axes_reduce=0)(x=x)
@@ -210,7 +212,7 @@ ad.rng.set_state(state=ad.rng.get_state())
 ad.testing.check_adjoint(fn=torch.clone, x=x.double(), comm=comm, replicated=False, tolerance=None, seed=0)
 ad.testing.check_gradients(fn=torch.sin, inputs=x.double(), comm=comm, replicated=False, second_order=False, \
 samples=2, step=1e-6, rtol=1e-5, atol=1e-7, seed=0)
-ad.testing.check_model(model, net(), x, comm=comm, loss=loss, batch_dim=None, \
+ad.testing.check_model(*pair(model=model), *pair(reference=net()), x, comm=comm, loss=loss, batch_dim=None, \
 finish=None, tolerance=None)
 """
 

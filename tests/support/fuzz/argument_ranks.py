@@ -130,11 +130,11 @@ def load(comm: Communicator) -> None:
     env.tracing = ad.trace(env.folder.name + "/spans", comm)
     env.decisions = env.folder.name + "/decisions"
     ad.overlap.save(env.decisions)
-    if comm.size == 1 and not torch.distributed.is_initialized():
+    if not torch.distributed.is_initialized():  # each rank has a world of its own
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    joined = torch.distributed.is_initialized() and comm.size == 1
-    env.group = torch.distributed.group.WORLD if joined else None
-    env.device_mesh = torch.distributed.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",)) if joined else None
+    env.group = torch.distributed.group.WORLD
+    env.device_mesh = torch.distributed.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+    ad.rng.seed(0, comm)
     env.userbuffers = ad.CommOverlap(ad.CommOverlapHelper(comm), (4, 4), torch.float32)
     _environments[id(comm)] = env
 
@@ -196,6 +196,8 @@ def judge(one: Case, error: Exception) -> tuple[str, str]:
         pass
     elif isinstance(error, RuntimeError) and "Error(s) in loading state_dict" in str(error):
         pass  # as torch's load_state_dict
+    elif isinstance(error, RuntimeError) and re.match(r"on rank \d+: (Type|Value|FileExists|IsADirectory)Error: ", str(error)):
+        pass  # raised by another rank, which judges it
     elif not isinstance(error, (*KINDS, KeyError, IndexError, AssertionError)) or isinstance(error, UnicodeError):
         why = "has another type"
     elif not (place.filename.startswith(PACKAGES) and line.startswith("raise")):
