@@ -19,6 +19,7 @@ from ..names import plain_name, plain_names
 from .checkpoint import Entry, check_values, comm_of, entries_of, is_first
 from .checkpoint_files import Source, source_of
 from .dtensors import distribute_like
+from .optimizers import hold_shards
 from .shard import Shard, ShardTensor, taken
 from .shards import shard_of
 
@@ -102,7 +103,7 @@ def load_full_optimizer_state_dict(
 
 
 def _names_in(operation: str, model: nn.Module, optimizer: Any) -> dict[Tensor, str]:
-    """Return the name of each of the optimizer's parameters, in its order."""
+    """Return the name of each of the optimizer's parameters, in its order, and let its state hold shards."""
     instance(optimizer, torch.optim.Optimizer, f"{operation}: optimizer", "a torch.optim.Optimizer")
     known = {parameter: plain_name(model, name) for name, parameter in model.named_parameters()}
     found: dict[Tensor, str] = {}
@@ -114,6 +115,7 @@ def _names_in(operation: str, model: nn.Module, optimizer: Any) -> dict[Tensor, 
                     "model's; make the optimizer after parallelize, and after loading a model of the meta device"
                 )
             found[parameter] = known[parameter]
+    hold_shards(optimizer)
     return found
 
 

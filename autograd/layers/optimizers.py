@@ -48,11 +48,7 @@ def _check_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             "of one element depends on the others. Use an optimizer that steps each element by itself, such as AdamW, "
             "and this one at most for parameters that are not sharded"
         )
-    if part is not None and optimizer not in _hooked:
-        _hooked.add(optimizer)
-        _take_shards(optimizer)
-        optimizer.register_state_dict_post_hook(_hold_shards)
-        optimizer.register_load_state_dict_post_hook(_take_shards)
+    hold_shards(optimizer)
     _checked[optimizer] = count
 
 
@@ -82,6 +78,15 @@ def _sharded(optimizer: Optimizer) -> Iterator[tuple[Tensor, Shard]]:
             shard = getattr(one, "shard", None)  # not shard_of: other models may have DTensors
             if isinstance(shard, Shard) and shard.is_part:
                 yield one, shard
+
+
+def hold_shards(optimizer: Optimizer) -> None:
+    """Let the optimizer's state dicts hold its shards as ShardTensors from now on, and its state the shards."""
+    if optimizer not in _hooked and any(True for _ in _sharded(optimizer)):
+        _hooked.add(optimizer)
+        _take_shards(optimizer)  # it may have loaded others before
+        optimizer.register_state_dict_post_hook(_hold_shards)
+        optimizer.register_load_state_dict_post_hook(_take_shards)
 
 
 def _hold_shards(optimizer: Optimizer, state: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,13 @@ def resume_in_memory(comm: Communicator) -> None:
     model, optimizer = trained(sharded_model(comm))
     best, moments = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
     expected = ad.full_state_dict(model, rank0_only=False)
+    full_moments = ad.full_optimizer_state_dict(model, optimizer, rank0_only=False)
+    for save in (ad.dcp_optimizer_state_dict, partial(ad.full_optimizer_state_dict, rank0_only=False)):
+        new = torch.optim.AdamW(model.parameters())
+        new.load_state_dict(moments)  # it has not stepped yet
+        saved = save(model, new)
+        assert all(type(value) is Tensor for row in new.state.values() for value in row.values())
+    torch.testing.assert_close(saved["state"], full_moments["state"], rtol=0, atol=0)
     losses = train(model, optimizer, 2)
     model.load_state_dict(best)
     optimizer.load_state_dict(moments)

@@ -57,8 +57,8 @@ ORDER: dict[str, str] = {
         overlap.slices overlap.patterns overlap.functions overlap.comm_overlap
         overlap layers.dtensors layers.shard layers.shards layers.in_flight layers.gradients layers.linear
         layers.vocabulary layers.dropout layers.plan layers.plan_checks layers.same_input layers.hooks layers.replace
-        layers.checkpoint_files layers.checkpoint layers.checkpoint_optimizer
-        layers.buckets layers.data_parallel layers.optimizers layers.scaler layers plans nn
+        layers.buckets layers.data_parallel layers.optimizers layers.scaler
+        layers.checkpoint_files layers.checkpoint layers.checkpoint_optimizer layers plans nn
         tracing.recording tracing.merge tracing.tracing
         tracing
         partition.cartesian partition.transfer partition.modules partition testing.gradients testing.adjoint

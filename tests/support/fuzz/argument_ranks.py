@@ -102,6 +102,7 @@ ALSO = (
     "ncclparam",
 )  # functions that others call with their arguments
 PATHS = ("path", "state", "spec")
+_OF_ANOTHER = re.compile(r"on rank \d+: (Type|Value|FileExists|IsADirectory)Error: ")
 CALLBACKS = ("role", "init", "fn", "loss", "finish")  # what the user's function raises is not ours
 
 
@@ -194,10 +195,8 @@ def judge(one: Case, error: Exception) -> tuple[str, str]:
     why = ""
     if isinstance(error, OSError) and one.name in PATHS:
         pass
-    elif isinstance(error, RuntimeError) and "Error(s) in loading state_dict" in str(error):
-        pass  # as torch's load_state_dict
-    elif isinstance(error, RuntimeError) and re.match(r"on rank \d+: (Type|Value|FileExists|IsADirectory)Error: ", str(error)):
-        pass  # raised by another rank, which judges it
+    elif isinstance(error, RuntimeError) and (_OF_ANOTHER.match(str(error)) or "loading state_dict" in str(error)):
+        pass  # another rank's, which judges it; as torch's load_state_dict
     elif not isinstance(error, (*KINDS, KeyError, IndexError, AssertionError)) or isinstance(error, UnicodeError):
         why = "has another type"
     elif not (place.filename.startswith(PACKAGES) and line.startswith("raise")):
