@@ -63,14 +63,14 @@ def is_called(name: str, value: Any) -> bool:
 
 
 def test_each_public_argument_is_replaced() -> None:
-    replaced = defaultdict(set)
+    replaced: defaultdict[str, set[str | None]] = defaultdict(set)
     for call in CALLS:
         for node in ast.walk(ast.parse(call)):
             if isinstance(node, ast.Call):
                 pairs = [one.value for one in node.args if isinstance(one, ast.Starred)]  # by position: *pair(x=..)
                 for one in (node, *(pair for pair in pairs if isinstance(pair, ast.Call))):
                     replaced[ast.unparse(node.func).rpartition(".")[2]] |= {each.arg for each in one.keywords}
-    left = defaultdict(set)
+    left: defaultdict[str, set[str]] = defaultdict(set)
     for name, value in public():
         for parameter in inspect.signature(value).parameters.values() if is_called(name, value) else ():
             variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)

@@ -109,7 +109,7 @@ def resume_in_memory(comm: Communicator) -> None:
     for save in (ad.dcp_optimizer_state_dict, partial(ad.full_optimizer_state_dict, rank0_only=False)):
         new = torch.optim.AdamW(model.parameters())
         new.load_state_dict(moments)  # it has not stepped yet
-        saved = save(model, new)
+        saved: Any = save(model, new)
         assert all(type(value) is Tensor for row in new.state.values() for value in row.values())
     torch.testing.assert_close(saved["state"], full_moments["state"], rtol=0, atol=0)
     losses = train(model, optimizer, 2)
