@@ -26,7 +26,7 @@ from ..torch_internals import FSDP1, wrapped_in
 from .checkpoint_files import Path_, Saving, Source, check_types, source_of
 from .dtensors import distribute_like, full_tensor, local_tensor
 from .shard import Shard
-from .shards import Sharded, shard_of
+from .shards import Sharded, set_shard, shard_of
 
 
 class IncompatibleKeys(NamedTuple):
@@ -307,6 +307,8 @@ def _load(model: nn.Module, entry: Entry, source: Source, name: str, device: Any
     if isinstance(entry.tensor, nn.Parameter):
         made = nn.Parameter(made, requires_grad=entry.tensor.requires_grad)
         made.__dict__.update(entry.tensor.__dict__)
+        if "detach" in made.__dict__:
+            set_shard(made, entry.shard)  # with its own methods, not those of the other
     for module in model.modules():
         parameters = module.named_parameters(recurse=False, remove_duplicate=False)
         buffers = module.named_buffers(recurse=False, remove_duplicate=False)

@@ -81,7 +81,7 @@ def source_of(operation: str, comm: Communicator | None, state: Any) -> Source:
 def _local_source(operation: str, state: Any) -> Source:
     if isinstance(state, (str, os.PathLike)):
         return _source_of_files(operation, Path(path_of(state, f"{operation}: state")))
-    if not isinstance(state, Mapping):
+    if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
         raise TypeError(
             f"{operation}: state is {shown(state)}, expected a state dict, a path, or None if only rank 0 has it"
         )

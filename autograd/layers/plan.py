@@ -281,7 +281,8 @@ def _roles(pattern: str, value: Any) -> _Roles:
             found[_FUNCTION] = {"makes": one}
             continue
         name, options = one if isinstance(one, tuple) and len(one) == 2 else (one, {})
-        if not isinstance(name, str) or name not in (*LAYER_ROLES, *_KEPT_ROLES) or not isinstance(options, Mapping):
+        known = isinstance(name, str) and name in (*LAYER_ROLES, *_KEPT_ROLES)
+        if not known or not isinstance(options, Mapping) or not all(isinstance(key, str) for key in options):
             raise ValueError(
                 f"{NAME}: the plan has the role {shown(one)} for {pattern!r}, expected a function, or one of "
                 f"{', '.join((*LAYER_ROLES, *_KEPT_ROLES))}, or a pair of one and a dict of options"

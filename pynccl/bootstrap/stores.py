@@ -235,7 +235,9 @@ def _file_store(path: str, clock: Clock) -> Any:
             f"{getattr(error, 'strerror', None) or first_line(error)}\n"
             "  pass a path in an existing folder that all ranks share and can write to"
         ) from error
-    raise NcclInvalidUsage(f"{path} is not a rendezvous file: pass the path of a file that does not exist yet")
+    raise NcclInvalidUsage(
+        f"from_file: path {path} is not a rendezvous file: pass the path of a file that does not exist yet"
+    )
 
 
 def _wait_for_lock(file: int, path: str, clock: Clock) -> None:
