@@ -40,7 +40,7 @@ def _called() -> str:
     """Return the name of the function or class of this package that the program called."""
     frames = walk_outwards(sys._getframe(1))
     ours = [one for one in frames if one.f_globals.get("__name__", "").startswith(f"{__package__}.")]
-    *_, outermost = (one for one in ours if one.f_code.co_name != "run_now")  # a decorator's
+    *_, outermost = (one for one in ours if one.f_code.co_name not in ("run_now", "wrapper"))  # those of decorators
     name, owner = outermost.f_code.co_name, outermost.f_locals.get("self")
     if owner is None:
         return name

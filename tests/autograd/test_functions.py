@@ -100,7 +100,7 @@ WRONG: list[tuple[Any, str]] = [  # test_wrong_inputs.py covers wrong types
         lambda x, c: ad.halo_exchange(x, c, 0, 3),
         "halos (3, 3) need size 9 along dim 0 (the interior must be as wide as the adjacent halos, 3), but",
     ),
-    (lambda x, c: ad.halo_exchange(x, c, 0, [(0, 1)]), "expected a pair (left, right) for each of 2 ranks"),
+    (lambda x, c: ad.halo_exchange(x, c, 0, [(0, 1)]), "expected one pair for each of 2 ranks"),
     (lambda x, c: ad.halo_exchange(x, c, 0, cast(Any, [(0, 1), 2])), "expected a width, a pair of widths (left, right"),
     (lambda x, c: ad.halo_exchange(x, c, 0, [(0, 5), (5, 0)]), "as wide as the adjacent halos, 5), but x has 6"),
     (lambda x, c: ad.all_reduce(x.to(torch.complex64), c, "max", grad="sum"), "complex"),

@@ -119,7 +119,7 @@ BAD_KINDS: list[Bad] = [
     ),
     (lambda c: c.all_gather_v(torch.ones(2), counts=[1, 1]), "ValueError: expected 1 count per rank (1 in all), got 2"),
     (lambda c: c.broadcast(torch.ones(2), root=3), "ValueError: broadcast: root is 3, expected 0, the only rank"),
-    (lambda c: pynccl.load("/no/lib.so"), "NcclLibraryNotFound: load: '/no/lib.so': cannot open shared object file"),
+    (lambda c: pynccl.load("/no/lib.so"), "NcclLibraryNotFound: load: spec is '/no/lib.so': cannot open shared object"),
 ]
 
 

@@ -100,6 +100,7 @@ TORCH: tuple[str, ...] = (
     "cuda.reset_peak_memory_stats",
     "cuda.set_device",
     "cuda.set_rng_state",
+    "cuda.set_sync_debug_mode",
     "cuda.stream",
     "cuda.synchronize",
     "cuda.use_mem_pool",

@@ -253,18 +253,7 @@ def grouped(calls: Callable[[], Any]) -> Any:
 def names_of(env: Any, call: str) -> dict[str, Any]:
     """Return the names that this call may use. Its tensors and modules are new: an earlier call may have kept or
     changed others."""
-    kept = (
-        "comm",
-        "alone",
-        "stream",
-        "memory",
-        "alone_window",
-        "tracing",
-        "userbuffers",
-        "decisions",
-        "group",
-        "device_mesh",
-    )
+    kept = ("comm", "alone", "stream", "memory", "alone_window", "tracing", "userbuffers", "decisions", "group")
     model: Any = ad.parallelize(net(), env.comm, PLAN, False) if "model" in call else None
     x = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
     return {

@@ -10,6 +10,7 @@ import ast
 import contextlib
 import enum
 import functools
+import gc
 import os
 import random
 import re
@@ -21,6 +22,7 @@ import warnings
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 import pynccl
 import pynccl_autograd as ad
@@ -138,10 +140,6 @@ def load(comm: Communicator) -> None:
     env.tracing = ad.trace(env.folder.name + "/spans", comm)
     env.decisions = env.folder.name + "/decisions"
     ad.overlap.save(env.decisions)
-    if not torch.distributed.is_initialized():  # each rank has a world of its own
-        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    env.group = torch.distributed.group.WORLD
-    env.device_mesh = torch.distributed.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
     ad.rng.seed(0, comm)
     env.userbuffers = ad.CommOverlap(ad.CommOverlapHelper(comm), (4, 4), torch.float32)
     _environments[id(comm)] = env
@@ -153,6 +151,8 @@ def run(comm: Communicator, seeds: list[int]) -> list[Record]:
     load(comm)
     env = _environments[id(comm)]
     comm.timeout = SLOW_SECONDS
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # each rank has a world of its own
+    env.group, env.device_mesh = dist.group.WORLD, dist.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # pynccl.init
@@ -165,6 +165,9 @@ def run(comm: Communicator, seeds: list[int]) -> list[Record]:
             check_usable(env, found[-1])
     finally:
         os.chdir(before)
+        env.group = env.device_mesh = None
+        gc.collect()  # releases references to the group
+        dist.destroy_process_group()
     return found
 
 
