@@ -224,7 +224,8 @@ def dcp_state_dict(model: nn.Module) -> dict[str, Any]:
 
     Names and shapes in the checkpoint are those of the unsharded model, so a plain model can load it too. Shards can be
     uneven in ways that DTensor's Shard does not support. The tensors share memory with the model's. Tied parameters are
-    stored under their first name. `model.state_dict()` has the same tensors, under all names. ValueError if a parameter
+    stored under their first name. `model.state_dict()` has the same tensors under all their names, with those of
+    wrappers ("_orig_mod."). ValueError if a parameter
     is on the meta device.
     """
     instance(model, nn.Module, "dcp_state_dict: model", "a torch.nn.Module")

@@ -103,7 +103,8 @@ class _ParallelLinear(Sharded):
         shape = (self.out_features, self.in_features)
         full = shape[::-1] if self.transposed else shape
         weight = Shard(self.comm, self.dim, full, blocks=self.blocks, transposed=self.transposed)
-        bias = Shard(self.comm, 0 if self.dim == 0 else None, (self.out_features,), blocks=self.blocks)
+        outputs = (self.out_features,)
+        bias = Shard(self.comm, 0, outputs, blocks=self.blocks) if self.dim == 0 else Shard(self.comm, None, outputs)
         return {"weight": weight, "bias": bias}
 
     def reset_parameters(self) -> None:

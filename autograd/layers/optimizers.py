@@ -25,16 +25,22 @@ from .shard import Shard, held, taken, unwrap
 # Names of optimizers whose step is not elementwise: they orthogonalize or factor matrices, or take norms or inner
 # products of all elements of a parameter, or of all parameters.
 _WHOLE = re.compile(
-    "muon|adafactor|lbfgs|shampoo|^soap|lamb(?!da)|lars|galore|prodigy|dadapt|adam_?mini|^came$", re.IGNORECASE
+    "muon|adafactor|lbfgs|shampoo|soap|lamb(?!da)|lars|galore|prodigy|dadapt|adam_?mini|^came(?!ra)|novograd",
+    re.IGNORECASE,
 )
 _checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # -> number of parameters
 _hooked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def _check_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Check that an optimizer's step is right for the parameters that it has: a hook before every step."""
-    if torch.compiler.is_compiling():
-        return
+    """A hook before every step. A step that is compiled breaks its graph here, if there are shards at all."""
+    if Shard.exist or not torch.compiler.is_compiling():
+        _check(optimizer)
+
+
+@torch.compiler.disable
+def _check(optimizer: Optimizer) -> None:
+    """Check that an optimizer's step is right for the parameters that it has."""
     if backward_pass() >= 0:
         _check_gradients(optimizer)
     count = sum(len(group["params"]) for group in optimizer.param_groups)

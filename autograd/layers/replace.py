@@ -124,7 +124,8 @@ def parallelize(
                         attribute that is the probability or a dropout module
 
     Forward hooks and forward pre-hooks of a module that a layer or `ad.Dropout` replaces move to the new module. Other
-    hooks raise, and a function decides itself. Wrap modules (DistributedDataParallel, checkpoint_wrapper) afterwards.
+    kinds raise. A function in the plan gets the module with its hooks, and moves them itself. Wrap modules
+    (DistributedDataParallel, checkpoint_wrapper) afterwards.
 
     torch's dropout modules that the plan mentions become `ad.Dropout`: with random numbers of each rank's own if they
     are "partial", or "sequence" with sequence parallelism; with equal ones if they, or a module around them, are
@@ -132,9 +133,9 @@ def parallelize(
     "replicated", unless p is 0.
 
     Raises ValueError or TypeError, on every rank and before the model is changed, with the name of the module. A
-    forward pass raises ValueError if the ranks have different inputs; on a GPU, the next one does. Warns (UserWarning)
-    about modules with parameters, and dropout, that the plan does not mention: they are replicated; and if the weights
-    are not equal on all ranks.
+    forward pass raises ValueError if the ranks have different input tensors; on a GPU, the next one does. Warns
+    (UserWarning) about modules with parameters, and dropout, that the plan does not mention: they are replicated; and
+    if the weights are not equal on all ranks.
     """
     check_comm(NAME, comm, model=model)
     comm.check_alive()
@@ -188,8 +189,8 @@ def _check_arguments(planned: PlannedModel, init: Any) -> None:
         if wrapped_in(module) is not None or any(map(is_dtensor, module.parameters(recurse=False))):
             what = "has DTensors" if wrapped_in(module) is None else "wraps a module"
             raise TypeError(
-                f"{NAME}: {title_of(path, module)} ({type(module).__name__}) {what}; call {NAME} first, and torch's "
-                "wrappers and fully_shard on the parallel model"
+                f"{NAME}: {title_of(path, module)} ({type(module).__name__}) {what}; call {NAME} first, and DDP, "
+                "checkpoint_wrapper and fully_shard (not FullyShardedDataParallel) on the parallel model"
             )
     for name in ("sequence_parallel", "gather_logits"):
         instance(getattr(planned, name), bool, f"{NAME}: {name}", "True or False")

@@ -26,7 +26,9 @@ class GradScaler(torch.amp.GradScaler):
 
     comm     communicator of all ranks that train the model: with several, the one from which they were split, such as
              `Mesh.comm`
-    options  those of torch.amp.GradScaler. `device` is that of the communicator by default
+    device   "cuda" or "cpu"; None: that of the communicator
+    options  init_scale, growth_factor, backoff_factor, growth_interval and enabled of torch.amp.GradScaler, which
+             checks them (AssertionError)
 
     Every rank must call the same methods. `unscale_` (or `step` without it) makes an all_reduce of one number. Source:
     torch.distributed.fsdp.sharded_grad_scaler does the same for a process group.

@@ -1,8 +1,8 @@
 """Shard: how a parameter is sharded over the ranks of a communicator. ShardTensor: a tensor that is such a shard.
 
 `state_dict()` of a model with sharded parameters, and of an optimizer that has stepped on them, holds ShardTensors.
-Nothing can take one for the whole by mistake: torch.distributed.checkpoint saves and loads it as a shard, by methods
-that DTensor has too; load_state_dict compares the two shards; torch.save, safetensors and NumPy are refused.
+torch's ways of saving do not take one for the whole: torch.distributed.checkpoint saves and loads it as a shard, by
+methods that DTensor has too; load_state_dict compares the two shards; torch.save, safetensors and NumPy are refused.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ class Shard:
     ValueError if `dim` is not a dimension, if `splits` or `blocks` do not fit its size, or if `partial` has a `dim`.
     """
 
+    exist = False  # whether any was made in this process
+
     def __init__(
         self,
         comm: Communicator,
@@ -60,6 +62,7 @@ class Shard:
         blocks: int | Sequence[int] = 1,
         transposed: bool = False,
     ) -> None:
+        Shard.exist = True
         check_comm("Shard", comm, dim=dim, shape=shape)
         sizes = [checked_size("Shard: shape", size) for size in listed(shape, "Shard: shape", "a sequence of sizes")]
         check_type("Shard: partial", "bool", partial)
@@ -87,6 +90,15 @@ class Shard:
                     f"dimension {dim} of {list(self.shape)}"
                 )
             self.blocks = sizes_of_blocks("Shard", blocks, size, comm.size)
+            if len(self.blocks) > 1 and len(set(self.splits)) > 1:
+                raise ValueError(
+                    f"Shard: splits is {self.splits}, expected equal sizes, since blocks is {shown(blocks)}"
+                )
+        elif splits is not None or as_int(blocks) != 1:
+            what = f"splits is {shown(splits)}" if splits is not None else f"blocks is {shown(blocks)}"
+            raise ValueError(f"Shard: {what}, but dim is None: the parameter is replicated; pass dim=")
+        if transposed and len(sizes) != 2:
+            raise ValueError(f"Shard: transposed is {shown(transposed)}, expected shape {sizes} to have 2 dimensions")
 
     def ranges(self) -> list[tuple[int, int]]:
         """Return (start, length) of this rank's shard of each block, along `dim` of the full parameter."""
@@ -190,8 +202,11 @@ def checked_size(what: str, value: Any) -> int:
     return int(size)
 
 
-# These move entries, so a result of the shard's shape is not the same shard. All others are elementwise, or copies.
-_MOVING = {"t", "T", "mT", "H", "mH", "adjoint", "transpose", "swapaxes", "permute", "movedim", "flip", "roll", "mm"}
+# These move entries, so that a result of the shard's shape is not the same shard. All others count as elementwise.
+_MOVING = {
+    *("t", "T", "mT", "H", "mH", "adjoint", "transpose", "swapaxes", "permute", "movedim", "flip", "fliplr", "flipud"),
+    *("roll", "rot90", "mm", "matmul", "__getitem__", "index_select", "take_along_dim", "gather", "sort", "argsort"),
+}
 _LEAVING = {"numpy", "__array__", "__dlpack__", "requires_grad_"}  # they lose that it is a shard
 
 
@@ -203,7 +218,7 @@ class ShardTensor(Tensor):
     at     where `local` begins in this rank's shard: fully_shard (FSDP2) may leave a part of it
 
     `to_local()` and `full_tensor()` are those of DTensor. `size()` is that of the full tensor, which DCP compares with
-    the saved one; `shape` is that of `local`. An elementwise operation on it, or a copy, gives a ShardTensor too.
+    the saved one; `shape` is that of `local`. Elementwise operations on it, and copies, give a ShardTensor too.
     """
 
     local: Tensor
@@ -253,7 +268,7 @@ class ShardTensor(Tensor):
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = _name_of(function)
-        first = next((one for one in args if isinstance(one, ShardTensor)), None)
+        first = next((one for one in (*args, *(kwargs or {}).values()) if isinstance(one, ShardTensor)), None)
         if first is not None and (name in _LEAVING or (name == "data_ptr" and _caller().startswith("safetensors"))):
             first._reject(name)
         if name == "copy_":
@@ -322,7 +337,12 @@ def held(value: Tensor, shard: Shard) -> Tensor:
 def taken(value: Any, parameter: Tensor) -> Any:
     """Return what a parameter or its optimizer holds of a value of a state dict: the shard itself; for a DTensor, one
     that is sharded like it."""
-    return from_local_like(value.local, parameter) if isinstance(value, ShardTensor) else value
+    if not isinstance(value, ShardTensor):
+        return value
+    shard = getattr(parameter, "shard", None)
+    if repr(value.shard) != repr(shard):
+        raise ValueError(f"load_state_dict: the state has {value.shard}, but the parameter is {shard or 'not sharded'}")
+    return from_local_like(value.local, parameter)
 
 
 def unwrap(value: Any) -> Any:

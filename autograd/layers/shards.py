@@ -135,7 +135,8 @@ class Sharded(nn.Module):
             if name in replaced and shard.is_part:
                 raise TypeError(
                     f"{type(self).__name__}: {name} is {shard}, so weight_norm, pruning or another "
-                    "parametrization would compute with a shard; use them on modules that are not sharded"
+                    "parametrization would compute with a shard, and so would FullyShardedDataParallel; use them on "
+                    "modules that are not sharded, and fully_shard on any"
                 )
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -175,7 +176,7 @@ def set_shard(parameter: Tensor, shard: Shard | None) -> None:
     _set(parameter, shard)
     for name in ("__deepcopy__", "detach"):
         parameter.__dict__.pop(name, None)
-    if shard is not None and type(parameter) is nn.Parameter:
+    if shard is not None and not is_dtensor(parameter):
         of = _OwnParameter(parameter)
         parameter.__dict__.update(__deepcopy__=of.copy, detach=of.detach)
 

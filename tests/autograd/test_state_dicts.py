@@ -175,6 +175,16 @@ def copy_own_modules(comm: Communicator) -> None:
     lone.weight.grad = torch.ones(1, 2)
     ad.finish_gradients(lone)
     assert torch.equal(lone.weight.grad, torch.full((1, 2), float(comm.size)))
+    for kind in (type("OwnParameter", (nn.Parameter,), {}), torch.clone):  # a subclass, a buffer
+        holder = nn.Module()
+        value = kind(torch.arange(2.0) + 2 * comm.rank)
+        holder.register_parameter("x", value) if isinstance(value, nn.Parameter) else holder.register_buffer("x", value)
+        ad.set_shard(holder.x, ad.Shard(comm, 0, (2 * comm.size,)))
+        whole = torch.arange(2.0 * comm.size)
+        for one in (holder, copy.deepcopy(holder)):
+            assert type(one.state_dict()["x"]).__name__ == "ShardTensor"
+            assert torch.equal(one.state_dict()["x"].full_tensor(), whole)
+            assert torch.equal(ad.full_state_dict(one, comm, rank0_only=False)["x"], whole)
     ad.set_shard(model[0].scale, None)
     assert type(model.state_dict()["0.scale"]) is Tensor and not hasattr(copy.deepcopy(model)[0].scale, "shard")
 
