@@ -127,6 +127,7 @@ SHORTER = {
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # alone it takes five minutes
 def test_commands_of_the_pages_run(tmp_path: Path) -> None:
     """In a folder that looks like the project's, shortened."""
     for entry in ROOT.iterdir():
