@@ -306,9 +306,9 @@ def _load(model: nn.Module, entry: Entry, source: Source, name: str, device: Any
     made.copy_(local)
     if isinstance(entry.tensor, nn.Parameter):
         made = nn.Parameter(made, requires_grad=entry.tensor.requires_grad)
-        made.__dict__.update(entry.tensor.__dict__)
-        if "detach" in made.__dict__:
-            set_shard(made, entry.shard)  # with its own methods, not those of the other
+    made.__dict__.update(entry.tensor.__dict__)
+    if "detach" in made.__dict__:
+        set_shard(made, entry.shard)  # with its own methods, not those of the other
     for module in model.modules():
         parameters = module.named_parameters(recurse=False, remove_duplicate=False)
         buffers = module.named_buffers(recurse=False, remove_duplicate=False)

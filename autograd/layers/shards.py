@@ -167,8 +167,8 @@ def set_shard(parameter: Tensor, shard: Shard | None) -> None:
 
     `finish_gradients`, `clip_grad_norm_`, checkpoints and `check_model` use it. It sets the attribute
     `parameter.shard`, which type checkers do not know. Copies by copy.deepcopy have it, and state_dict() holds shards.
-    Call it again if another parameter replaces this one, or use `keep_shards`. ValueError if the parameter does not
-    have the shape of this rank's shard.
+    Call it again if another parameter replaces this one, or use `keep_shards`; for a buffer also after `module.to()`,
+    which replaces buffers. ValueError if the parameter does not have the shape of this rank's shard.
     """
     if shard is not None:
         instance(shard, Shard, "set_shard: shard", "an ad.Shard, or None")
