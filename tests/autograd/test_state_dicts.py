@@ -175,21 +175,38 @@ def copy_own_modules(comm: Communicator) -> None:
     lone.weight.grad = torch.ones(1, 2)
     ad.finish_gradients(lone)
     assert torch.equal(lone.weight.grad, torch.full((1, 2), float(comm.size)))
-    for kind in (type("OwnParameter", (nn.Parameter,), {}), torch.clone):  # a subclass, a buffer
-        holder = nn.Module()
-        value = kind(torch.arange(2.0) + 2 * comm.rank)
-        holder.register_parameter("x", value) if isinstance(value, nn.Parameter) else holder.register_buffer("x", value)
-        ad.set_shard(holder.x, ad.Shard(comm, 0, (2 * comm.size,)))
-        whole = torch.arange(2.0 * comm.size)
-        for one in (holder, copy.deepcopy(holder)):
-            assert type(one.state_dict()["x"]).__name__ == "ShardTensor"
-            assert torch.equal(one.state_dict()["x"].full_tensor(), whole)
-            assert torch.equal(ad.full_state_dict(one, comm, rank0_only=False)["x"], whole)
+    for kind in KINDS:
+        check_holder(comm, holder(comm, kind(torch.arange(2.0) + 2 * comm.rank)))
     ad.set_shard(model[0].scale, None)
     assert type(model.state_dict()["0.scale"]) is Tensor and not hasattr(copy.deepcopy(model)[0].scale, "shard")
 
 
-@pytest.mark.parametrize("check", [resume_in_memory, copy_own_modules])
+KINDS = (nn.Parameter, type("OwnParameter", (nn.Parameter,), {}), torch.clone)  # the last makes a buffer
+
+
+def holder(comm: Communicator, value: Tensor) -> nn.Module:
+    module = nn.Module()
+    module.register_parameter("x", value) if isinstance(value, nn.Parameter) else module.register_buffer("x", value)
+    ad.set_shard(module.x, ad.Shard(comm, 0, (2 * comm.size,)))
+    return module
+
+
+def check_holder(comm: Communicator, module: nn.Module) -> None:
+    whole = torch.arange(2.0 * comm.size)
+    for one in (module, copy.deepcopy(module)):
+        assert type(one.state_dict()["x"]).__name__ == "ShardTensor"
+        assert torch.equal(one.state_dict()["x"].full_tensor(), whole)
+        assert torch.equal(ad.full_state_dict(one, comm, rank0_only=False)["x"], whole)
+
+
+def load_own_modules_from_meta(comm: Communicator) -> None:
+    for kind in KINDS:
+        module = holder(comm, kind(torch.empty(2, device="meta")))
+        ad.load_full_state_dict(module, {"x": torch.arange(2.0 * comm.size)}, comm=comm)
+        check_holder(comm, module)
+
+
+@pytest.mark.parametrize("check", [resume_in_memory, copy_own_modules, load_own_modules_from_meta])
 def test_shards_stay_shards(ranks: RankPool, check: Any) -> None:
     ranks.run(2, check)
 

@@ -157,12 +157,14 @@ def run(comm: Communicator, seeds: list[int]) -> list[Record]:
         port = free.getsockname()[1]
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # pynccl.init
     found, before = [], os.getcwd()
-    os.chdir(env.folder.name)  # some values are valid paths
     try:
         for seed in seeds:
             print(f"call {seed}: {text_of(seed)!r}", flush=True)
-            found.append(make(env, seed))
-            check_usable(env, found[-1])
+            # Some values are valid paths, and rank 0 alone writes some files: the next call must not find them.
+            with tempfile.TemporaryDirectory(prefix="arguments-") as folder:
+                os.chdir(folder)
+                found.append(make(env, seed))
+                check_usable(env, found[-1])
     finally:
         os.chdir(before)
         env.group = env.device_mesh = None
