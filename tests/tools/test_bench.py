@@ -106,7 +106,8 @@ def test_torch_backend_measures_a_section_with_both_backends(section: str) -> No
     times = {row[0]: row[2:] for row in rows}
     assert SECTION_ROWS[section] <= set(times) and len(times) == len(rows)
     for name, (theirs, *ours) in times.items():
-        if (name, theirs) == ("reduce_scatter_tensor, future", "none"):  # gloo of torch 2.13 has no such future
+        if theirs == "none":  # gloo of torch 2.13 has no such future, that of 2.11 no all_to_all
+            assert name == "reduce_scatter_tensor, future" or name.startswith("all_to_all"), name
             continue
         assert all(float(cell.replace(",", "")) > 0 for cell in (theirs, *ours[:2])), name
         assert ours[2:] == ["0.00 to inf", ""], name  # a single round
