@@ -50,10 +50,16 @@ def _called() -> str:
 def gathered(comm: Communicator, row: Sequence[float], dtype: torch.dtype = torch.int64) -> list[list[Any]]:
     """All-gather a row of numbers and return the rows of all ranks. All rows must have the same length and dtype. The
     CPU waits for the result."""
+    rows: list[list[Any]] = gathered_tensor(comm, row, dtype).tolist()
+    return rows
+
+
+def gathered_tensor(comm: Communicator, row: Sequence[float], dtype: torch.dtype = torch.int64) -> Tensor:
+    """The same as a tensor [N, len(row)] on the communicator's device; the CPU waits for nothing on a GPU."""
     check_not_in_group()
     with unwrapped():
         send = torch.tensor(row, device=comm.device, dtype=dtype)
-        rows: list[list[Any]] = comm.all_gather(send, send.new_empty(comm.size, len(row))).tolist()
+        rows: Tensor = comm.all_gather(send, send.new_empty(comm.size, len(row)))
     return rows
 
 

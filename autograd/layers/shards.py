@@ -272,7 +272,7 @@ def describe(model: nn.Module) -> str:
     """Return a table of a model's parameters: path, module type, full shape, shape on this rank, sharded dimension, and
     bytes on this rank with their sum. Tied parameters count once. Use `print(ad.describe(model))`.
 
-    Lines below it show the `overlap` decision for each pass of each layer, or how far its trial is."""
+    Lines below it show the `overlap` decision for each pass of each layer, or how far its race is."""
     instance(model, nn.Module, "describe: model", "a torch.nn.Module")
     rows = [("parameter", "module", "full", "local", "split", "bytes")]
     seen: dict[int, str] = {}

@@ -5,9 +5,9 @@ from .config import OverlapConfig
 from .functions import all_gather_matmul, copy_matmul, matmul_all_reduce, matmul_reduce_scatter
 from .reporting import Report, report
 from .routes import decisions, load, retry, save
+from .schedules import Decision
 from .slices import Slices
 from .trace import Trace, recording
-from .trials import Decision
 
 __all__ = [
     "CommOverlap",

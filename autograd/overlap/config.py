@@ -18,8 +18,9 @@ MAX_COMPUTE_STREAMS = 2  # more are slower: each takes a share of the GPU from t
 class OverlapConfig:
     """How one layer overlaps. Every rank must pass the same one. A field that is None is chosen automatically.
 
-    method           "auto"      the first calls of each pass, at most 24, alternate between off, bulk, 2, 4 and 8
-                                 slices and the ring; then all ranks keep the fastest, or "off" if the gain is below 3%
+    method           "auto"      a race: in 10 rounds spread over the first 262 calls of a pass, off, bulk, 2, 4 and 8
+                                 slices and the ring run twice each. Then all ranks keep the fastest; "off", unless
+                                 another one takes 3% less in the median and less than "off" in two thirds of the rounds
                      "slices"    `chunks` collectives, each of a slice of every rank's rows
                      "ring"      N-1 steps of send and recv, each of one rank's rows
                      "exchange"  as slices, but sums use all_to_all and add in rank order, in at least float32: the
@@ -27,7 +28,7 @@ class OverlapConfig:
                      "bulk"      one collective, concurrent with a matmul that does not depend on it
                      "off"       no overlap
     chunks           number of slices of the rows, >= 1, for "slices" and "exchange"; None: 2, 4 and 8 are tried. With
-                     "auto" the trial has only this number of slices, and no ring
+                     "auto" the race has only this number of slices, and no ring
     aggregate        "ring" gathers the blocks of two ranks for each matmul
     compute_streams  1 or 2 streams that the matmuls of the slices alternate between; None: 2 on a GPU with slices
     num_comm_ctas    maximum number of thread blocks (CTAs) of a collective, as NCCL's maxCTAs. Before NCCL 2.31, and
@@ -35,7 +36,7 @@ class OverlapConfig:
                      function in its first pass; the child ends with its parent
     priority         of the communication stream. Below 0, its kernels run before those of the matmuls' streams; from 0
                      on, they have the same priority
-    deterministic    use only schedules that add in rank order ("exchange"), without a trial
+    deterministic    use only schedules that add in rank order ("exchange"), without a race
     save_gathered    keep the gathered input for the weight's gradient. False: the backward pass gathers it again,
                      hidden behind the gradient of the input, and the memory is free in between
     dgrad            configuration of the backward pass; None: that of the forward pass

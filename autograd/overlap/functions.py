@@ -24,8 +24,8 @@ from . import unfused
 from .config import Overlap
 from .passes import MatmulCall
 from .patterns import AllGatherMatmul, CopyMatmul, MatmulAllReduce, MatmulReduceScatter
+from .schedules import Decision
 from .slices import PendingSlices, Slices
-from .trials import Decision
 
 
 @overload
@@ -171,7 +171,7 @@ def matmul_all_reduce(
     The backward pass communicates nothing: dy must be equal on all ranks, for example if all compute the same loss.
 
     hand_off    return `Slices` of the rows; each can be used as soon as it is available. x must be [s, in/N]. The
-                default is 4 slices, without a trial, which cannot time the caller's work on each slice
+                default is 4 slices, without a race, which cannot time the caller's work on each slice
 
     The other options are those of `all_gather_matmul`; reduce_dtype is that of the forward sum.
 

@@ -37,7 +37,7 @@ class Piece(NamedTuple):
 
 
 class Chunking(NamedTuple):
-    """How the rows of a pass are chunked; see `trials.Schedule`."""
+    """How the rows of a pass are chunked; see `schedules.Schedule`."""
 
     method: str
     chunks: int

@@ -37,7 +37,7 @@ from .lanes import Lanes
 from .limits import limited
 from .matmul import add_outer_rows, outer_rows
 from .routes import pass_key, route_of, schedule_call
-from .trials import Decision, PassKey, is_tiny
+from .schedules import Decision, PassKey, is_tiny
 from .unfused import check_input, into_main_grad
 from .workspace import Workspace, workspace_of
 

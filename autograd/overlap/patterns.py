@@ -24,8 +24,8 @@ from .gathering import from_window, gather, keep
 from .matmul import add, add_sum_rows, linear_rows, sum_rows
 from .passes import Grads, MatmulCall, WeightGrad, backward_of, flat_rows, open_pass, save_call
 from .reducing import Sums, all_reduce, reduce_scatter
+from .schedules import Decision
 from .slices import PendingSlices
-from .trials import Decision
 
 
 class AllGatherMatmul(Function):

@@ -16,8 +16,8 @@ from pynccl.comm.observers import observing
 
 from ..names import plain_name
 from .config import as_config
+from .schedules import Decision
 from .trace import Operation, Trace
-from .trials import Decision
 
 _FORWARD = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
@@ -29,7 +29,7 @@ class Row:
     layer       name in the model, or type, sizes and a number
     what        "forward" or "backward"
     pattern     as in `Decision`
-    decision    the latest `Decision`: method, chunks, reason, times of the trial
+    decision    the latest `Decision`: method, chunks, reason, times of the race
     calls       number of calls, with or without overlap
     comm, mm    time of communication, and of matmuls
     wall        time from begin to end
@@ -79,7 +79,7 @@ class Report(Trace):
     def rows(self) -> list[Row]:
         """Return the passes of all layers in the order of their first calls, a forward pass before its backward pass.
 
-        After the decision of a trial, a row covers only the calls since then."""
+        After the decision of a race, a row covers only the calls since then."""
         ran: dict[tuple[str, str], list[Operation]] = {}
         for operation in self.operations():
             ran.setdefault((operation.owner, operation.pattern), []).append(operation)
@@ -131,11 +131,11 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def _drift(row: Row) -> str:
-    """Return a hint if the chosen schedule has become slower than "off" was in the trial."""
+    """Return a hint if the chosen schedule has become slower than "off" was in the race."""
     off = row.decision.tried.get("off", math.inf)
     if not row.decision.settled or not row.wall > off:
         return ""
-    return f"; now {row.wall * 1e3:.3g} ms, slower than off was in the trial: call ad.overlap.retry(layer)"
+    return f"; now {row.wall * 1e3:.3g} ms, slower than off was in the race: call ad.overlap.retry(layer)"
 
 
 def _what(pattern: str) -> str:

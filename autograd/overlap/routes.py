@@ -23,46 +23,52 @@ from ..agreement import gathered
 from ..recompute import replay_choice
 from ..streams import is_capturing
 from .config import METHODS, OverlapConfig
-from .trials import (
-    LOCAL_REASONS,
-    OFF,
-    PATTERNS,
-    Decision,
-    PassKey,
-    Schedule,
-    ScheduledCall,
-    Trial,
-    candidates_for,
-    format_times,
-)
+from .schedules import LOCAL_REASONS, OFF, PATTERNS, Decision, PassKey, Schedule, candidates_for, format_times
+from .tune import Race, ScheduledCall
 from .workspace import workspace_of
 
-MAX_SHAPES = 16  # trials per pass of a layer
-MAX_PASSES = 1024  # entries of one `_Passes`
+MAX_SHAPES = 16  # races on a communicator of one pass with one weight, each with another number of rows
+MAX_PASSES = 1024  # kept for a communicator, and for a layer
 FILE_VERSION = 2
 
 
 class _Passes:
-    """The decisions and trials of one layer, or of functions called without a layer, on one communicator."""
+    """The decisions and races of one communicator, and which of them concern a layer."""
 
     def __init__(self) -> None:
-        self.entries: dict[PassKey, Decision | Trial] = {}
-        self.shapes: Counter[str] = Counter()  # pattern -> number of trials
+        self.entries: dict[PassKey, Decision | Race] = {}
+        self.shapes: Counter[PassKey] = Counter()  # number of races, by key without rows
+        self.keys: weakref.WeakKeyDictionary[Any, dict[PassKey, None]] = weakref.WeakKeyDictionary()  # by owner
 
-    def add(self, key: PassKey, found: Decision | Trial) -> Decision | Trial:
-        if len(self.entries) >= MAX_PASSES:
-            self.forget()
-        self.entries[key] = found
+    def get(self, owner: Any, key: PassKey) -> Decision | Race | None:
+        """Return None if the owner has not run this pass: the ranks have not compared its arguments."""
+        try:
+            return self.entries.get(key) if key in self.keys.get(owner, ()) else None
+        except TypeError:
+            raise TypeError(f"owner is {shown(owner)}, expected the module that makes the call") from None
+
+    def add(self, owner: Any, key: PassKey, found: Decision | Race) -> Decision | Race:
+        keys: dict[PassKey, Any] = self.keys.setdefault(owner, {})
+        for full in (self.entries, keys):
+            if len(full) >= MAX_PASSES and key not in full:
+                full.clear()
+        keys[key], self.entries[key] = None, found
         return found
 
-    def forget(self) -> None:
-        self.entries.clear()
-        self.shapes.clear()
+    def forget(self, owner: Any) -> None:
+        """Forget the decisions of a layer's passes, also for other layers with the same passes."""
+        for key in self.keys.pop(owner, ()):
+            self.entries.pop(key, None)
+            self.shapes.pop(_without_rows(key), None)
 
 
-_passes: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Communicator, _Passes]] = weakref.WeakKeyDictionary()
-_decided: dict[str, dict[str, Any]] = {}  # `PassKey.name` -> results of this process's trials
-_loaded: dict[str, dict[str, Any]] = {}  # the same, from files
+def _without_rows(key: PassKey) -> PassKey:
+    return key._replace(m=0)
+
+
+by_comm: weakref.WeakKeyDictionary[Communicator, _Passes] = weakref.WeakKeyDictionary()
+won: dict[str, dict[str, Any]] = {}  # `PassKey.name` -> results of this process's races
+from_files: dict[str, dict[str, Any]] = {}  # the same, of `load`
 
 
 class Route(NamedTuple):
@@ -89,12 +95,11 @@ def route_of(comm: Communicator, owner: Any, forward: PassKey | None, backward: 
 
     forward    None: the forward pass communicates nothing
     backward   None: there is no backward pass, or it communicates nothing"""
-    passes = _passes_of(comm, owner)
 
     def backward_is_off() -> bool:
         if backward is None:
             return True
-        found = _lookup(comm, passes, backward)
+        found = _lookup(comm, owner, backward)
         if not isinstance(found, Decision) or found.method != "off":
             return False
         _notify(owner, found)  # schedule_call will not run for it
@@ -105,9 +110,10 @@ def route_of(comm: Communicator, owner: Any, forward: PassKey | None, backward: 
         overlaps = call.decision is not None and call.decision.method != "off"
         return Route(call, not overlaps and backward_is_off(), backward is not None)
 
+    passes = _passes_of(comm)
     keys = [key for key in (forward, backward) if key is not None]
-    lasting = not any(isinstance(passes.entries.get(key), Trial | None) for key in keys)
-    route, replayed = replay_choice(passes, forward or backward, first, lasting)
+    lasting = all(isinstance(passes.entries.get(key), Decision) for key in keys)
+    route, replayed = replay_choice((passes, id(owner)), forward or backward, first, lasting)
     if not replayed:
         return route
     composed = route.composed and (route.has_backward or backward_is_off())
@@ -116,15 +122,24 @@ def route_of(comm: Communicator, owner: Any, forward: PassKey | None, backward: 
 
 def schedule_call(comm: Communicator, owner: Any, key: PassKey) -> ScheduledCall:
     """Count this call, and return its schedule, which is the same on all ranks."""
-    passes = _passes_of(comm, owner)
-    found = _lookup(comm, passes, key)
-    if isinstance(found, Trial) and found.calls == found.total:
-        found = passes.entries[key] = found.settle(comm)
-        _decided[key.name(comm)] = {"schedule": found.schedule, "tried": dict(found.tried)}
-        if found.method == "off":
-            workspace_of(comm).drop()  # only the trial may have needed its buffers
-    call = ScheduledCall(found) if isinstance(found, Decision) else found.next(comm)
+    found = _lookup(comm, owner, key)
+    call = ScheduledCall(found) if isinstance(found, Decision) else _next(comm, key, found)
     _notify(owner, call.decision)
+    return call
+
+
+def _next(comm: Communicator, key: PassKey, race: Race) -> ScheduledCall:
+    if _captures(comm):
+        return ScheduledCall(race.decision)
+    before = race.decision
+    call = race.next(comm)
+    after = race.decision
+    if after is not before and after.settled:
+        won[key.name(comm)] = {"schedule": after.schedule, "tried": dict(after.tried)}
+        if race.closed:
+            _passes_of(comm).entries[key] = after
+        if after.method == "off":
+            workspace_of(comm).drop()  # perhaps only the race needed its buffers
     return call
 
 
@@ -133,33 +148,28 @@ def _notify(owner: Any, decision: Decision | None) -> None:
         observer.decided(owner, decision)
 
 
-def _passes_of(comm: Communicator, owner: Any) -> _Passes:
-    module = comm if owner is None else owner
-    try:
-        by_comm = _passes.get(module)
-    except TypeError:
-        raise TypeError(f"owner is {shown(owner)}, expected the module that makes the call") from None
-    if by_comm is None:
-        by_comm = _passes[module] = weakref.WeakKeyDictionary()
-    passes = by_comm.get(comm)
-    if passes is None:
-        passes = by_comm[comm] = _Passes()
-    return passes
+def _passes_of(comm: Communicator) -> _Passes:
+    found = by_comm.get(comm)
+    if found is None:
+        found = by_comm[comm] = _Passes()
+    return found
 
 
-def _lookup(comm: Communicator, passes: _Passes, key: PassKey) -> Decision | Trial:
-    found = passes.entries.get(key)
-    if found is not None and not comm.checking and (isinstance(found, Decision) or not _captures(comm)):
+def _lookup(comm: Communicator, owner: Any, key: PassKey) -> Decision | Race:
+    passes, owner = _passes_of(comm), comm if owner is None else owner
+    found = passes.get(owner, key)
+    if found is not None and not comm.checking:
         return found
     candidates, reason = candidates_for(comm, key)
     if reason in LOCAL_REASONS:
         return key.decision(comm, OFF, reason)  # not stored: the number of such shapes is unbounded
     if _captures(comm):
-        if isinstance(found, Decision) or len(candidates) == 1:
+        if found is not None or len(candidates) == 1:
             return found or key.decision(comm, candidates[0], reason)  # not stored: ranks did not compare it
-        return key.decision(comm, OFF, "captured into a CUDA graph before a trial; run 25 steps before the capture")
+        return key.decision(comm, OFF, "captured into a CUDA graph before its race; run the model before the capture")
     loaded = _agree(comm, key)
-    return found or passes.add(key, _start(comm, passes, key, candidates, reason, loaded))
+    found = passes.entries.get(key) or _start(comm, passes, key, candidates, reason, loaded)
+    return passes.add(owner, key, found)
 
 
 def _start(
@@ -169,18 +179,18 @@ def _start(
     candidates: tuple[Schedule, ...],
     reason: str,
     loaded: dict[str, Any],
-) -> Decision | Trial:
+) -> Decision | Race:
     if len(candidates) == 1:
         return key.decision(comm, candidates[0], reason)
     for schedule in candidates:
         if str(schedule) == loaded.get("schedule"):
             tried = loaded["tried"]
             return key.decision(comm, schedule, f"loaded; tried: {format_times(tried)}", tried=tried)
-    if passes.shapes[key.pattern] >= MAX_SHAPES:
-        reason = f"{MAX_SHAPES} shapes of this pass were tried before; ad.overlap.retry(layer) forgets them"
+    if passes.shapes[_without_rows(key)] >= MAX_SHAPES:
+        reason = f"{MAX_SHAPES} numbers of rows were tried before; ad.overlap.retry(layer) forgets them"
         return key.decision(comm, OFF, reason)
-    passes.shapes[key.pattern] += 1
-    return Trial(comm, key, candidates)
+    passes.shapes[_without_rows(key)] += 1
+    return Race(comm, key, candidates)
 
 
 def _captures(comm: Communicator) -> bool:
@@ -196,7 +206,7 @@ def _agree(comm: Communicator, key: PassKey) -> dict[str, Any]:
     Collective, at the first call of a layer with these arguments, and at every call if PYNCCL_CHECK=1. Raises
     NcclInvalidUsage on every rank if the ranks pass different arguments."""
     config = key.config
-    loaded = _loaded.get(key.name(comm), {})
+    loaded = from_files.get(key.name(comm), {})
     sizes = [PATTERNS.index(key.pattern), key.m, key.n, key.k, METHODS.index(config.method)]
     rest = zlib.crc32(repr((str(key.dtype), str(key.reduce_dtype), config, key.same_bits)).encode())
     schedule = zlib.crc32(loaded.get("schedule", "").encode())
@@ -221,27 +231,28 @@ def _format_row(pattern: int, m: int, n: int, k: int, method: int, chunks: int, 
 def decisions(model: nn.Module | Communicator) -> tuple[Decision, ...]:
     """Return the decisions for the passes of a layer, or of all layers in a model.
 
-    For a communicator, return those of functions called without a layer. A pass that is still on trial has `settled`
-    False and the schedule of its last call."""
+    For a communicator, return those of functions called without a layer. During a race, `settled` is False and the
+    schedule is the one that leads."""
     return tuple(decision for owner in _owners("decisions", model) for decision in decisions_of(owner))
 
 
 def decisions_of(owner: Any) -> tuple[Decision, ...]:
     """Return the decisions of `owner` itself, without those of its submodules."""
-    entries = (entry for passes in _passes.get(owner, {}).values() for entry in passes.entries.values())
-    return tuple(entry if isinstance(entry, Decision) else entry.current for entry in entries)
+    found = ((passes, key) for passes in by_comm.values() for key in passes.keys.get(owner, ()))
+    entries = (passes.entries[key] for passes, key in found if key in passes.entries)
+    return tuple(entry if isinstance(entry, Decision) else entry.decision for entry in entries)
 
 
 def retry(model: nn.Module | Communicator) -> None:
-    """Start new trials in the next calls of a model's layers, or of a communicator's functions. Call it on every rank.
+    """Start new races in the next calls of a model's layers, or of a communicator's functions. Call it on every rank.
 
-    Use it after the load of the machine, its clocks or a library has changed. It discards the decisions of earlier
-    trials, including loaded ones."""
+    Layers with the same passes on one communicator share a race, also the new one. Use it after the load of the
+    machine, its clocks or a library has changed. It discards earlier decisions, including loaded ones."""
     for owner in _owners("retry", model):
-        for comm, passes in _passes.get(owner, {}).items():
-            for key in passes.entries:
-                _loaded.pop(key.name(comm), None)
-            passes.forget()
+        for comm, passes in by_comm.items():
+            for key in passes.keys.get(owner, ()):
+                from_files.pop(key.name(comm), None)
+            passes.forget(owner)
 
 
 def _owners(name: str, model: Any) -> Iterable[Any]:
@@ -253,11 +264,11 @@ def _owners(name: str, model: Any) -> Iterable[Any]:
 
 
 def save(path: str | Path) -> None:
-    """Write the decisions of this process's trials as JSON, for `load`.
+    """Write the decisions of this process's races as JSON, for `load`.
 
     All ranks may write the same file, since the ranks of a communicator make the same decisions."""
     path = Path(path_of(path, "overlap.save: path"))
-    text = json.dumps({"version": FILE_VERSION, "decisions": {**_loaded, **_decided}}, indent=1)
+    text = json.dumps({"version": FILE_VERSION, "decisions": {**from_files, **won}}, indent=1)
     temporary = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
@@ -273,7 +284,7 @@ def load(path: str | Path) -> None:
     """Read decisions from a file that `save` has written. Call it on every rank, before the first step.
 
     They apply to passes of the same sizes, data types, options, number of ranks and device that a layer has not run
-    yet. A pass for which the ranks have loaded different schedules is tried.
+    yet. A pass for which the ranks have loaded different schedules is raced for.
 
     Raises OSError if the file cannot be read, and ValueError if it is not a file of `save`."""
     path = Path(path_of(path, "overlap.load: path"))
@@ -287,10 +298,10 @@ def load(path: str | Path) -> None:
         raise ValueError(f"overlap.load: path {path} is not a file of ad.overlap.save(): {shown(error)}") from None
     if version != FILE_VERSION:
         raise ValueError(
-            f"overlap.load: {path} has version {shown(version)}, expected {FILE_VERSION}; run the trials again and "
+            f"overlap.load: {path} has version {shown(version)}, expected {FILE_VERSION}; run the races again and "
             "save()"
         )
-    _loaded.update(found)
+    from_files.update(found)
 
 
 def _record(decision: Any) -> dict[str, Any]:

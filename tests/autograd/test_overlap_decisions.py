@@ -1,4 +1,4 @@
-"""Decisions of trials: saving, loading and retrying."""
+"""Decisions of races: saving, loading and retrying."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from overlap_trials import (
+from overlap_auto import (
     FUNCTIONS,
     MAX_CALLS,
     PATTERNS,
     ChosenSchedule,
     Schedules,
-    chosen_by_trials,
+    chosen_by_races,
     make_call,
     tune_small_layers,
     tune_with_times,
@@ -30,16 +30,16 @@ from pynccl_autograd.overlap import routes
 
 
 def try_and_save(comm: Communicator, path: str) -> dict[str, str]:
-    """Run the trials of all patterns with predetermined winners, and save the decisions."""
+    """Run the races of all patterns with predetermined winners, and save the decisions."""
     winner = {pattern: PATTERNS[pattern][-1 - at % 4] for at, pattern in enumerate(PATTERNS)}
     layer = nn.Identity()
-    with tune_with_times(lambda decision, number: 0.5 if decision.schedule == winner[decision.pattern] else 1.0):
+    with tune_with_times(lambda decision: 0.5 if decision.schedule == winner[decision.pattern] else 1.0):
         for name in FUNCTIONS:
             call = make_call(comm, name, layer)
             for _ in range(MAX_CALLS + 1):
                 call()
         ad.overlap.save(path)
-    assert chosen_by_trials(layer) == winner
+        assert chosen_by_races(layer) == winner
     return winner
 
 
@@ -58,7 +58,7 @@ def first_calls(comm: Communicator, paths: list[str]) -> tuple[list[ChosenSchedu
         return schedules.chosen, [decision.reason for decision in ad.overlap.decisions(layer)]
 
 
-def test_loaded_decisions_are_used_without_new_trials(ranks: RankPool, tmp_path: Path) -> None:
+def test_loaded_decisions_are_used_without_new_races(ranks: RankPool, tmp_path: Path) -> None:
     path, other = tmp_path / "decisions.json", tmp_path / "other.json"
     winner = ranks.run(2, try_and_save, str(path))[0]
     assert len(set(winner.values())) > 2 and os.listdir(tmp_path) == ["decisions.json"]
@@ -101,7 +101,7 @@ def test_files_not_written_by_save_raise(tmp_path: Path) -> None:
             path.write_bytes(content)
             with pytest.raises(ValueError, match=r"overlap\.load: .*decisions\.json is not a file of ad"):
                 ad.overlap.load(path)
-            assert routes._loaded == {}, content
+            assert routes.from_files == {}, content
     path.write_text('{"version": 1, "decisions": {}}')
     with pytest.raises(ValueError, match=r"overlap\.load: .*decisions\.json has version 1, expected 2; run"):
         ad.overlap.load(path)
@@ -118,31 +118,29 @@ def check_retry(comm: Communicator, path: str) -> None:
     with child, other, tune_small_layers():
         ad.overlap.load(path)
 
-        def on_trial(owner: Any, comm: Communicator = child) -> list[bool]:
+        def racing(owner: Any, comm: Communicator = child) -> list[bool]:
             for name in FUNCTIONS:
                 make_call(comm, name, owner)()
             return [not decision.settled for decision in ad.overlap.decisions(comm if owner is None else owner)]
 
         for owner in (model.one, model.other, None):
-            assert on_trial(owner) == [False] * 6
+            assert racing(owner) == [False] * 6
         ad.overlap.retry(model.one)
         assert ad.overlap.decisions(model.one) == ()
-        assert on_trial(model.one) == [True] * 6
-        assert on_trial(model.other) == on_trial(None) == [False] * 6
-        ad.overlap.retry(model)
-        assert on_trial(model.other) == [True] * 6 and on_trial(None) == [False] * 6
-        ad.overlap.retry(child)
-        assert on_trial(None) == [True] * 6
+        assert racing(model.one) == racing(model.other) == racing(None) == [True] * 6  # they share the races
         # Another communicator of the same size: all ranks know the same, so none waits for another's decision.
-        states = comm.all_gather(torch.tensor(on_trial(nn.Identity(), other)).int())
+        states = comm.all_gather(torch.tensor(racing(nn.Identity(), other)).int())
         assert torch.equal(states[0], states[1])
         for _ in range(MAX_CALLS):
-            on_trial(model.other)
-        assert on_trial(model.other) == [False] * 6
-        ad.overlap.retry(model.other)
-        assert on_trial(model.other) == [True] * 6
+            racing(model.other)
+        for owner, all_of in ((model.other, model.other), (model.one, model), (None, child)):
+            assert racing(owner) == [False] * 6
+            ad.overlap.retry(all_of)
+            assert racing(owner) == [True] * 6
+            for _ in range(MAX_CALLS):
+                racing(owner)
 
 
-def test_retry_starts_new_trials(ranks: RankPool, tmp_path: Path) -> None:
+def test_retry_starts_new_races(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(2, try_and_save, str(tmp_path / "decisions.json"))
     ranks.run(2, check_retry, str(tmp_path / "decisions.json"))

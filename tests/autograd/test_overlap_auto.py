@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from overlap_trials import (
+from overlap_auto import (
     BACKWARD,
     FUNCTIONS,
     IN,
@@ -14,9 +14,11 @@ from overlap_trials import (
     OUT,
     PATTERNS,
     ROWS,
+    STARTS,
     ChosenSchedule,
+    RandomClock,
     Schedules,
-    chosen_by_trials,
+    chosen_by_races,
     make_call,
     tune_small_layers,
     tune_with_times,
@@ -29,10 +31,10 @@ from pynccl import Communicator
 from pynccl.comm.observers import observing
 from pynccl_autograd import OverlapConfig
 from pynccl_autograd.overlap import routes
-from pynccl_autograd.overlap.trials import TOO_FEW, Decision
+from pynccl_autograd.overlap.schedules import TOO_FEW
 
 
-def run_trials(comm: Communicator, more: int = 4, **options: Any) -> tuple[list[ChosenSchedule], dict[str, str]]:
+def run_races(comm: Communicator, more: int = 4, **options: Any) -> tuple[list[ChosenSchedule], dict[str, str]]:
     """Return the schedules used by calls of all functions, and the decisions."""
     layer, schedules = nn.Identity(), Schedules()
     with tune_small_layers(), observing(schedules):
@@ -40,24 +42,23 @@ def run_trials(comm: Communicator, more: int = 4, **options: Any) -> tuple[list[
             call = make_call(comm, name, layer, **options)
             for _ in range(MAX_CALLS + more):
                 call()
-    assert all(decision.settled for decision in ad.overlap.decisions(layer))
-    return schedules.chosen, chosen_by_trials(layer)
+        assert all(decision.settled for decision in ad.overlap.decisions(layer))
+        return schedules.chosen, chosen_by_races(layer)
 
 
-def test_candidates_alternate_in_at_most_24_calls(ranks: RankPool) -> None:
-    first, other = ranks.run(2, run_trials)
+def test_candidates_run_twice_in_each_round(ranks: RankPool) -> None:
+    first, other = ranks.run(2, run_races)
     assert first == other
     took, kept = first
     assert set(kept) == set(PATTERNS)
     for pattern, candidates in PATTERNS.items():
         found = [each for each in took if each.pattern == pattern]
-        rounds = MAX_CALLS // len(candidates)
-        trial = [each.schedule for each in found[: rounds * len(candidates)]]
-        trial_rounds = [trial[at : at + len(candidates)] for at in range(0, len(trial), len(candidates))]
-        assert all(sorted(each) == sorted(candidates) for each in trial_rounds)
-        assert len({each[0] for each in trial_rounds}) == rounds  # each round begins with a different candidate
-        assert [each.settled for each in found] == [False] * len(trial) + [True] * (len(found) - len(trial))
-        assert {each.schedule for each in found[len(trial) :]} == {kept[pattern]} <= set(candidates)
+        for begin in STARTS:
+            ways = [each.schedule for each in found[begin : begin + 2 * len(candidates)]]
+            assert sorted(ways[::2]) == sorted(candidates) and ways[::2] == ways[1::2]
+        race = STARTS[-1] + 2 * len(candidates)
+        assert [each.settled for each in found] == [False] * race + [True] * (len(found) - race)
+        assert {each.schedule for each in found[race:]} == {kept[pattern]} <= set(candidates)
 
 
 SLICES, EXCHANGES = ([f"{method} {chunks}" for chunks in (2, 4, 8)] for method in ("slices", "exchange"))
@@ -86,7 +87,7 @@ def open_candidates(comm: Communicator) -> list[dict[str, list[str]]]:
         deterministic_torch = isinstance(config, str)
         torch.use_deterministic_algorithms(deterministic_torch)
         try:
-            took, _ = run_trials(comm, 1, overlap="auto" if deterministic_torch else config)
+            took, _ = run_races(comm, 1, overlap="auto" if deterministic_torch else config)
         finally:
             torch.use_deterministic_algorithms(False)
         found.append(
@@ -99,50 +100,51 @@ def test_open_options_are_tried(ranks: RankPool) -> None:
     assert ranks.run(2, open_candidates) == [[expected for _, expected in OPEN_OPTIONS]] * 2
 
 
-def decisions_for(comm: Communicator, tables: list[dict[str, Any]]) -> dict[str, str]:
-    """Return the decisions for given times: one table per rank, with the seconds of each schedule or call."""
-    table = tables[comm.rank]
+SLOWEST_COUNTS: list[dict[str, float]] = [
+    {"off": 1.0, "bulk": 1.2, "slices 2": 0.9, "slices 4": 1.1, "slices 8": 0.5, "ring": 0.1},
+    {"off": 1.0, "bulk": 1.2, "slices 2": 0.9, "slices 4": 1.1, "slices 8": 0.95, "ring": 1.3},
+    dict.fromkeys(("off", "bulk", "slices 2", "slices 4", "slices 8", "ring"), 0.2),
+]
 
-    def seconds(decision: Decision, number: int) -> float:
-        took = table.get(decision.schedule, 1.0)
-        return took[number % len(took)] if isinstance(took, list) else took
 
+def decisions_for(comm: Communicator) -> dict[str, str]:
     layer = nn.Identity()
-    with tune_with_times(seconds):
+    with tune_with_times(lambda decision: SLOWEST_COUNTS[comm.rank][decision.schedule]):
         for name in FUNCTIONS:
             call = make_call(comm, name, layer)
             for _ in range(MAX_CALLS + 1):
                 call()
-        return chosen_by_trials(layer)
+        return chosen_by_races(layer)
 
 
-SLOW: dict[str, Any] = {"off": 1.0, "bulk": 1.2, "slices 2": 1.1, "slices 4": 1.1, "slices 8": 1.1, "ring": 1.1}
-FAST = {"off": 1.0, "bulk": 0.95, "slices 2": 0.9, "slices 4": 0.94, "slices 8": 0.92, "ring": 0.91}
-KEPT: dict[str, tuple[list[dict[str, Any]], str]] = {
-    "the bulk is the fastest": ([{**FAST, "bulk": 0.8}] * 2, "bulk"),
-    "slices are the fastest": ([{**FAST, "slices 8": 0.8}] * 2, "slices 8"),
-    "the ring is the fastest": ([{**FAST, "ring": 0.8}] * 2, "ring"),
-    "less than 3 percent are gained": ([{**SLOW, "slices 4": 0.98}] * 2, "off"),
-    "more than 3 percent are gained": ([{**SLOW, "slices 4": 0.96}] * 2, "slices 4"),
-    "one call was slow by chance": ([{**SLOW, "slices 4": [9.0, 0.8, 0.8, 0.8]}] * 2, "slices 4"),
-    "one call was fast by chance": ([{**SLOW, "slices 4": [1.1, 1.1, 0.3, 1.1]}] * 2, "off"),
-    "one call without overlap was slow": ([{**SLOW, "off": [1.0, 1.0, 50.0, 1.0]}] * 2, "off"),
-    "the slowest rank counts": (
-        [
-            {"off": 1.0, "bulk": 1.2, "slices 2": 0.9, "slices 4": 1.1, "slices 8": 0.5, "ring": 0.1},
-            {"off": 1.0, "bulk": 1.2, "slices 2": 0.9, "slices 4": 1.1, "slices 8": 0.95, "ring": 1.3},
-            dict.fromkeys(SLOW, 0.2),
-        ],
-        "slices 2",
-    ),
-}
+def test_the_slowest_rank_counts(ranks: RankPool) -> None:
+    assert ranks.run(3, decisions_for) == [dict.fromkeys(PATTERNS, "slices 2")] * 3
 
 
-@pytest.mark.parametrize("case", KEPT)
-def test_the_fastest_schedule_is_kept(ranks: RankPool, case: str) -> None:
-    tables, best = KEPT[case]
-    expected = {pattern: best if best in PATTERNS[pattern] else "slices 2" for pattern in PATTERNS}
-    assert ranks.run(len(tables), decisions_for, tables) == [expected] * len(tables)
+def share_a_race(comm: Communicator) -> list[Any]:
+    """Calls of two layers and of a third one with other sizes; return what the first two have decided."""
+    layers, schedules = [nn.Identity() for _ in range(3)], Schedules()
+    calls = [
+        make_call(comm, "matmul_reduce_scatter", layer, **options)
+        for layer, options in zip(layers, ({}, {}, {"overlap": OverlapConfig(save_gathered=False)}), strict=True)
+    ]
+    with tune_small_layers(RandomClock(comm.rank)), observing(schedules):
+        for _ in range(MAX_CALLS // 2 + 1):
+            for call in calls:
+                call()
+        kept = [ad.overlap.decisions(layer) for layer in layers]
+        assert kept[0] == kept[1] and all(one.settled for one in kept[0])
+        assert not any(one.settled for one in kept[2])
+        ad.overlap.retry(layers[0])
+        assert ad.overlap.decisions(layers[0]) == ad.overlap.decisions(layers[1]) == ()
+        calls[1]()
+        assert not any(one.settled for one in ad.overlap.decisions(layers[1]))
+    return [*schedules.chosen, *kept]
+
+
+def test_layers_with_equal_passes_share_a_race(ranks: RankPool) -> None:
+    first, other = ranks.run(2, share_a_race)
+    assert first == other
 
 
 def untried_decisions(comm: Communicator) -> list[Any]:
@@ -158,7 +160,7 @@ def untried_decisions(comm: Communicator) -> list[Any]:
         for more in range(routes.MAX_SHAPES + 3):
             x = torch.randn(comm.size * (64 + more), IN)
             ad.matmul_reduce_scatter(x, torch.ones(OUT, IN), comm, owner=many)
-    decisions = ad.overlap.decisions(many)
+        decisions = ad.overlap.decisions(many)
     return [*found, sum(not decision.settled for decision in decisions), len(decisions), decisions[-1].reason[:50]]
 
 
@@ -166,10 +168,10 @@ def test_small_matmuls_and_too_many_shapes_are_not_tried(ranks: RankPool) -> Non
     for found in ranks.run(2, untried_decisions):
         assert found == [
             ("off", TOO_FEW, True),
-            ("off", "on trial, call 1 of 20", False),
+            ("off", "round 1 of a race", False),
             routes.MAX_SHAPES,
             routes.MAX_SHAPES + 3,
-            "16 shapes of this pass were tried before; ad.overlap.retry(layer)"[:50],
+            "16 numbers of rows were tried before; ad.overlap.retry(layer)"[:50],
         ]
 
 
@@ -177,7 +179,7 @@ def train_with_auto(comm: Communicator, seed: int) -> tuple[list[ChosenSchedule]
     """Return the schedules of 32 training steps with evaluations in between, and the number of decided passes."""
     schedules, kept = Schedules(), 0
     options: dict[str, Any] = {"dtype": torch.float64}
-    with tune_small_layers(seed * comm.size + comm.rank), observing(schedules):
+    with tune_small_layers(RandomClock(seed * comm.size + comm.rank)), observing(schedules):
         for scattered in (True, False):
             torch.manual_seed(3)
             model = nn.Sequential(
@@ -191,7 +193,7 @@ def train_with_auto(comm: Communicator, seed: int) -> tuple[list[ChosenSchedule]
                 if step % 7 == 3:
                     with torch.no_grad():
                         model(x)
-            kept += sum(len(chosen_by_trials(layer)) for layer in model)
+            kept += sum(len(chosen_by_races(layer)) for layer in model)
     return schedules.chosen, kept
 
 

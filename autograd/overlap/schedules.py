@@ -1,25 +1,15 @@
-"""The schedules that a pass of a layer can use, and the trial that chooses among them.
-
-A trial alternates between the candidates in the steps of the program; each of them computes the result. The schedule of
-a call depends on its arguments and a counter only, so it is the same on all ranks. The times are read when all
-candidates have had their calls. Every rank then makes the same choice from the times of all ranks.
-"""
+"""The schedules of a pass: which it can use, and the one that was decided."""
 
 from __future__ import annotations
 
-import contextlib
-import statistics
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from pynccl import Communicator
 
-from ..agreement import gathered
 from .config import OverlapConfig
 
 PATTERNS = (
@@ -34,11 +24,8 @@ GATHER = ("all_gather_matmul", "row_backward")  # gather rows; the others sum th
 ALL_REDUCE = ("matmul_all_reduce", "copy_backward")
 HAVE_WGRAD = ("column_backward", "copy_backward")  # the wgrad matmul does not depend on the collective
 SLICES = (2, 4, 8)
-MAX_CALLS, MAX_ROUNDS = 24, 8  # of a trial; the next call uses the chosen schedule
-TIE = 0.97  # a schedule that takes more than this fraction of the time of "off" is no gain
 MIN_FLOP = 2e7  # on a CPU; smaller matmuls finish before a second thread wakes up: 0.4 ms at 50 GFLOP/s
 MIN_ROWS = {"cpu": 32, "cuda": 512}  # of all ranks together, for a layer and for a slice
-NOT_TIMED = 1 << 62  # nanoseconds
 
 
 class Schedule(NamedTuple):
@@ -65,7 +52,7 @@ class Decision:
     method, chunks   "off", "bulk", "ring", or "slices" and "exchange" with their number of chunks
     compute_streams  number of streams that the matmuls alternate between
     reason           why this schedule was chosen, in a sentence
-    settled          False while the trial is running
+    settled          False while the race is running
     tried            schedule -> seconds: the median of its calls on the slowest rank
     """
 
@@ -115,95 +102,6 @@ class PassKey(NamedTuple):
         return f"{self.pattern} {sizes}, {device}, {config}{', same bits' if self.same_bits else ''}"
 
 
-class Trial:
-    """A trial of one pass. The candidates alternate, and each round begins with a different one."""
-
-    def __init__(self, comm: Communicator, key: PassKey, candidates: tuple[Schedule, ...]) -> None:
-        self.key, self.candidates = key, candidates
-        self.rounds = min(MAX_ROUNDS, MAX_CALLS // len(candidates))
-        self.calls, self.total = 0, self.rounds * len(candidates)
-        self.marks: list[Any] = [None] * self.total  # (begin, end) of each call
-        self._set_current(comm, candidates[0])
-
-    def _index(self, call: int) -> int:
-        """Return the index of the candidate that a call uses."""
-        return (call + call // len(self.candidates)) % len(self.candidates)
-
-    def next(self, comm: Communicator) -> ScheduledCall:
-        """Count a call, and return its schedule."""
-        call, self.calls = self.calls, self.calls + 1
-        self._set_current(comm, self.candidates[self._index(call)])
-        return ScheduledCall(self.current, self, call)
-
-    def _set_current(self, comm: Communicator, schedule: Schedule) -> None:
-        """Set `current`, the decision of the latest call."""
-        reason = f"on trial, call {self.calls} of {self.total}"
-        self.current = self.key.decision(comm, schedule, reason, settled=False)
-
-    def settle(self, comm: Communicator) -> Decision:
-        """Return the choice of all ranks. Collective; on a GPU, it waits for the timed calls.
-
-        The time of a call is that of its slowest rank. A schedule replaces "off" if it is faster by more than TIE both
-        in the median over the rounds and in its best round: on a shared machine, calls are slow at times, but never too
-        fast."""
-        rows = gathered(comm, [NOT_TIMED if marks is None else _between(*marks) for marks in self.marks])
-        slowest = [max(times) for times in zip(*rows, strict=True)]
-        times: dict[Schedule, list[int]] = {schedule: [] for schedule in self.candidates}
-        for call, nanoseconds in enumerate(slowest):
-            times[self.candidates[self._index(call)]].append(nanoseconds)
-        timed = {str(schedule): [ns for ns in found if ns < NOT_TIMED] for schedule, found in times.items()}
-        tried = {schedule: statistics.median(found) / 1e9 for schedule, found in timed.items() if found}
-        return self.key.decision(comm, _best(times), f"tried: {format_times(tried)}", tried=tried)
-
-
-class ScheduledCall(NamedTuple):
-    """The decision for one call, and the trial that times it. decision None: the call communicates nothing"""
-
-    decision: Decision | None
-    trial: Trial | None = None
-    call: int = 0
-
-    @contextlib.contextmanager
-    def timed(self, like: Tensor) -> Iterator[None]:
-        """Time the block, which is the pass, if a trial is running."""
-        if self.trial is None:
-            yield
-            return
-        begin = _moment(like)
-        yield
-        self.trial.marks[self.call] = begin, _moment(like)
-
-
-def _best(times: Mapping[Schedule, list[int]]) -> Schedule:
-    """times: nanoseconds on the slowest rank, round by round"""
-    off = times.get(OFF)
-    candidates = list(times)
-    if off is not None:
-        gains = [one for one in candidates if min(times[one]) <= TIE * min(off) and _ratio(times[one], off) <= TIE]
-        candidates = gains or [OFF]
-    return min(candidates, key=lambda schedule: statistics.median(times[schedule]))
-
-
-def _ratio(times: list[int], baseline: list[int]) -> float:
-    return statistics.median(ns / max(base, 1) for ns, base in zip(times, baseline, strict=True))
-
-
-def _moment(like: Tensor) -> Any:
-    if not like.is_cuda:
-        return time.perf_counter_ns()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(torch.cuda.current_stream(like.device))
-    return event
-
-
-def _between(begin: Any, end: Any) -> int:
-    """Return the nanoseconds between two moments."""
-    if isinstance(begin, int):
-        return int(end) - begin
-    end.synchronize()
-    return round(begin.elapsed_time(end) * 1e6)
-
-
 def format_times(tried: Mapping[str, float]) -> str:
     return ", ".join(f"{schedule} {1e3 * seconds:.3g} ms" for schedule, seconds in tried.items())
 
@@ -213,7 +111,7 @@ def format_times(tried: Mapping[str, float]) -> str:
 NOT_REQUESTED, ONE_RANK = 'method="off" was requested', "one rank has nothing to communicate"
 TOO_FEW = "too few rows or features to overlap"
 LOCAL_REASONS = (NOT_REQUESTED, ONE_RANK, TOO_FEW)  # every rank derives these without communication
-WOULD_ROUND = "no trial of deterministic passes: each schedule rounds in a different order"
+WOULD_ROUND = "no race of deterministic passes: each schedule rounds in a different order"
 
 
 def is_tiny(comm: Communicator, m: int, n: int, k: int) -> bool:
@@ -242,7 +140,7 @@ def candidates_for(comm: Communicator, key: PassKey) -> tuple[tuple[Schedule, ..
     schedule = Schedule(method, counts[min(1, len(counts) - 1)] if counts else 1)
     if config.chunks:
         return (schedule,), f"{schedule}, as requested"
-    return (schedule,), WOULD_ROUND if key.same_bits else f"{schedule}: too few rows for a trial"
+    return (schedule,), WOULD_ROUND if key.same_bits else f"{schedule}: too few rows for a race"
 
 
 def _auto_candidates(comm: Communicator, key: PassKey) -> tuple[tuple[Schedule, ...], str]:

@@ -1,9 +1,10 @@
-"""Trials of schedules for small layers, a record of the chosen schedules, and clocks that a test controls."""
+"""Short races of schedules for small layers, a record of the chosen schedules, and clocks that a test controls."""
 
 from __future__ import annotations
 
 import contextlib
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -14,13 +15,14 @@ from torch import Tensor
 import pynccl_autograd as ad
 from pynccl import Communicator
 from pynccl.comm.observers import Observer, observing
-from pynccl_autograd.overlap import routes as remembered, trials
+from pynccl_autograd.overlap import routes, schedules, tune
 
 ROWS = 288  # of the full input: enough for 8 slices, and divisible by 2, 3 and 4 ranks
 IN, OUT = 24, 48
-MAX_CALLS = 24  # upper limit of the calls that a trial takes
+STARTS = (0, 12)  # the rounds of a short race
+MAX_CALLS = 24  # of a short race
 FUNCTIONS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "copy_matmul")
-# Patterns with trials on a CPU, and their candidates.
+# Patterns with races on a CPU, and their candidates.
 FORWARD = {
     "all_gather_matmul": ["off", "bulk", "slices 2", "slices 4", "slices 8", "ring"],
     "matmul_reduce_scatter": ["off", "slices 2", "slices 4", "slices 8", "ring"],
@@ -34,24 +36,30 @@ BACKWARD = {
 PATTERNS = {**FORWARD, **BACKWARD}
 
 
-@contextlib.contextmanager
-def tune_small_layers(seed: int | None = None) -> Iterator[None]:
-    """Context manager that enables trials for layers of any size and forgets earlier decisions of this process.
+class RandomClock(tune.Clock):
+    """Each pass takes a random time."""
 
-    seed  seed of random measured times, so that any schedule may be the fastest; None: use the real clock
+    def __init__(self, seed: int) -> None:
+        self._draw, self._now = random.Random(seed), 0
+
+    def mark(self, like: Tensor) -> int:
+        self._now += self._draw.randrange(1_000, 1_000_000)
+        return self._now
+
+
+@contextlib.contextmanager
+def tune_small_layers(clock: tune.Clock | None = None) -> Iterator[None]:
+    """Context manager that enables short races for layers of any size and forgets earlier decisions of this process.
+
+    clock  None: the real one
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trials, "MIN_FLOP", 0.0)
-        patch.setattr(remembered, "_decided", {})
-        patch.setattr(remembered, "_loaded", {})
-        if seed is not None:
-            draw, now = random.Random(seed), [0]
-
-            def moment(like: Tensor) -> int:
-                now[0] += draw.randrange(1_000, 1_000_000)
-                return now[0]
-
-            patch.setattr(trials, "_moment", moment)
+        patch.setattr(schedules, "MIN_FLOP", 0.0)
+        patch.setattr(tune, "STARTS", STARTS)
+        patch.setattr(tune, "clock", clock or tune.clock)
+        patch.setattr(routes, "won", {})
+        patch.setattr(routes, "from_files", {})
+        patch.setattr(routes, "by_comm", weakref.WeakKeyDictionary())
         yield
 
 
@@ -74,35 +82,29 @@ class Schedules(Observer):
         self.chosen.append(ChosenSchedule(decision.pattern, decision.schedule, decision.settled))
 
 
-class Clock(Observer):
-    """A clock that makes a pass take seconds(decision, number of earlier calls of this schedule)."""
+class GivenClock(tune.Clock, Observer):
+    """A clock by which a pass takes seconds(decision)."""
 
-    def __init__(self, seconds: Callable[[ad.overlap.Decision, int], float]) -> None:
+    def __init__(self, seconds: Callable[[ad.overlap.Decision], float]) -> None:
         self._seconds, self._now, self._under_way = seconds, 0, False
         self._decision: Any = None
-        self._seen: dict[tuple[str, str], int] = {}
 
     def decided(self, owner: Any, decision: Any) -> None:
         """See Observer."""
         self._decision = decision
 
-    def moment(self, like: Tensor) -> int:
-        """Return the time at the begin or end of a pass."""
+    def mark(self, like: Tensor) -> int:
         if self._under_way:
-            decision = self._decision
-            number = self._seen.get((decision.pattern, decision.schedule), 0)
-            self._seen[decision.pattern, decision.schedule] = number + 1
-            self._now += round(self._seconds(decision, number) * 1e9)
+            self._now += round(self._seconds(self._decision) * 1e9)
         self._under_way = not self._under_way
         return self._now
 
 
 @contextlib.contextmanager
-def tune_with_times(seconds: Callable[[ad.overlap.Decision, int], float]) -> Iterator[None]:
-    """Context manager that enables trials for layers of any size, with times given by `seconds` on this rank."""
-    clock = Clock(seconds)
-    with tune_small_layers(), pytest.MonkeyPatch.context() as patch, observing(clock):
-        patch.setattr(trials, "_moment", clock.moment)
+def tune_with_times(seconds: Callable[[ad.overlap.Decision], float]) -> Iterator[None]:
+    """Context manager that enables short races for layers of any size, with times given by `seconds` on this rank."""
+    clock = GivenClock(seconds)
+    with tune_small_layers(clock), observing(clock):
         yield
 
 
@@ -124,8 +126,8 @@ def make_call(comm: Communicator, name: str, owner: Any = None, **options: Any) 
     return call
 
 
-def chosen_by_trials(owner: Any) -> dict[str, str]:
-    """Return the schedules chosen by trials, by pattern."""
+def chosen_by_races(owner: Any) -> dict[str, str]:
+    """Return the schedules chosen by races, by pattern."""
     return {
         decision.pattern: decision.schedule
         for decision in ad.overlap.decisions(owner)
