@@ -37,7 +37,7 @@ PRINTS = {
         r"^\[10\.0, 12\.0\] \[0\.0, 1\.0, 10\.0, 11\.0\] \[10\.0, 11\.0\]$",
         r"^loss 2757\.6\d, gradient norm 26\.66\d$",
         r"^3\.389 4,293,376 bytes on this rank, 8,585,984 in the full model$",
-        r"^layer +pass +chosen.*\nRowParallelLinear\(2048, 512\) #\d+ +forward .*\n.* backward .*\n.*tried: off",
+        r"^layer +pass +chosen.*\nRowParallelLinear\(1024, 512\) #\d+ +forward .*\n.* backward .*\n.*tried: off",
         r"^$",
     ],
 }
