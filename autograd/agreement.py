@@ -55,10 +55,12 @@ def gathered(comm: Communicator, row: Sequence[float], dtype: torch.dtype = torc
 
 
 def gathered_tensor(comm: Communicator, row: Sequence[float], dtype: torch.dtype = torch.int64) -> Tensor:
-    """The same as a tensor [N, len(row)] on the communicator's device; the CPU waits for nothing on a GPU."""
+    """The same as a tensor [N, len(row)] on the communicator's device, for which no CPU waits on a GPU."""
     check_not_in_group()
     with unwrapped():
-        send = torch.tensor(row, device=comm.device, dtype=dtype)
+        send = torch.tensor(row, dtype=dtype)
+        if comm.device != "cpu":  # from pageable memory, the copy would wait for the stream
+            send = send.pin_memory().to(comm.device, non_blocking=True)
         rows: Tensor = comm.all_gather(send, send.new_empty(comm.size, len(row)))
     return rows
 

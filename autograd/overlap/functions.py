@@ -74,7 +74,7 @@ def all_gather_matmul(
     reduce_dtype              data type of the sum in the backward reduce-scatter
     grad_accumulation_fusion  add dw to w.main_grad, and leave w.grad unchanged
     return_gathered           return (y, all_gather(x)), both differentiable
-    owner                     the module that makes the call: "auto" decides per module, and `overlap.report()` names it
+    owner                     the module that makes the call, as `overlap.report()` names it
 
     Raises ValueError or TypeError for wrong arguments, before this rank launches anything. If only one rank's arguments
     are wrong, the other ranks wait for it.

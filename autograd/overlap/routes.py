@@ -49,9 +49,10 @@ class _Passes:
 
     def add(self, owner: Any, key: PassKey, found: Decision | Race) -> Decision | Race:
         keys: dict[PassKey, Any] = self.keys.setdefault(owner, {})
-        for full in (self.entries, keys):
-            if len(full) >= MAX_PASSES and key not in full:
-                full.clear()
+        if len(self.entries) >= MAX_PASSES:  # the races are limited by `shapes`
+            self.entries = {at: one for at, one in self.entries.items() if isinstance(one, Race) or one.tried}
+        if len(keys) >= MAX_PASSES:
+            keys.clear()
         keys[key], self.entries[key] = None, found
         return found
 
@@ -113,7 +114,8 @@ def route_of(comm: Communicator, owner: Any, forward: PassKey | None, backward: 
     passes = _passes_of(comm)
     keys = [key for key in (forward, backward) if key is not None]
     lasting = all(isinstance(passes.entries.get(key), Decision) for key in keys)
-    route, replayed = replay_choice((passes, id(owner)), forward or backward, first, lasting)
+    scope = passes, comm if owner is None else owner
+    route, replayed = replay_choice(scope, forward or backward, first, lasting)
     if not replayed:
         return route
     composed = route.composed and (route.has_backward or backward_is_off())
@@ -155,6 +157,12 @@ def _passes_of(comm: Communicator) -> _Passes:
     return found
 
 
+def _all_passes() -> list[tuple[Communicator, _Passes]]:
+    """Other threads may add communicators meanwhile."""
+    comms = [comm for ref in by_comm.keyrefs() if (comm := ref()) is not None]
+    return [(comm, by_comm[comm]) for comm in comms]
+
+
 def _lookup(comm: Communicator, owner: Any, key: PassKey) -> Decision | Race:
     passes, owner = _passes_of(comm), comm if owner is None else owner
     found = passes.get(owner, key)
@@ -162,11 +170,15 @@ def _lookup(comm: Communicator, owner: Any, key: PassKey) -> Decision | Race:
         return found
     candidates, reason = candidates_for(comm, key)
     if reason in LOCAL_REASONS:
-        return key.decision(comm, OFF, reason)  # not stored: the number of such shapes is unbounded
+        return key.decision(comm.library.is_host, OFF, reason)  # not stored: the number of such shapes is unbounded
     if _captures(comm):
         if found is not None or len(candidates) == 1:
-            return found or key.decision(comm, candidates[0], reason)  # not stored: ranks did not compare it
-        return key.decision(comm, OFF, "captured into a CUDA graph before its race; run the model before the capture")
+            return found or key.decision(
+                comm.library.is_host, candidates[0], reason
+            )  # not stored: ranks did not compare it
+        return key.decision(
+            comm.library.is_host, OFF, "captured into a CUDA graph before its race; run the model before the capture"
+        )
     loaded = _agree(comm, key)
     found = passes.entries.get(key) or _start(comm, passes, key, candidates, reason, loaded)
     return passes.add(owner, key, found)
@@ -181,14 +193,14 @@ def _start(
     loaded: dict[str, Any],
 ) -> Decision | Race:
     if len(candidates) == 1:
-        return key.decision(comm, candidates[0], reason)
+        return key.decision(comm.library.is_host, candidates[0], reason)
     for schedule in candidates:
         if str(schedule) == loaded.get("schedule"):
             tried = loaded["tried"]
-            return key.decision(comm, schedule, f"loaded; tried: {format_times(tried)}", tried=tried)
+            return key.decision(comm.library.is_host, schedule, f"loaded; tried: {format_times(tried)}", tried=tried)
     if passes.shapes[_without_rows(key)] >= MAX_SHAPES:
         reason = f"{MAX_SHAPES} numbers of rows were tried before; ad.overlap.retry(layer) forgets them"
-        return key.decision(comm, OFF, reason)
+        return key.decision(comm.library.is_host, OFF, reason)
     passes.shapes[_without_rows(key)] += 1
     return Race(comm, key, candidates)
 
@@ -238,7 +250,7 @@ def decisions(model: nn.Module | Communicator) -> tuple[Decision, ...]:
 
 def decisions_of(owner: Any) -> tuple[Decision, ...]:
     """Return the decisions of `owner` itself, without those of its submodules."""
-    found = ((passes, key) for passes in by_comm.values() for key in passes.keys.get(owner, ()))
+    found = ((passes, key) for _, passes in _all_passes() for key in passes.keys.get(owner, ()))
     entries = (passes.entries[key] for passes, key in found if key in passes.entries)
     return tuple(entry if isinstance(entry, Decision) else entry.decision for entry in entries)
 
@@ -249,9 +261,10 @@ def retry(model: nn.Module | Communicator) -> None:
     Layers with the same passes on one communicator share a race, also the new one. Use it after the load of the
     machine, its clocks or a library has changed. It discards earlier decisions, including loaded ones."""
     for owner in _owners("retry", model):
-        for comm, passes in by_comm.items():
+        for comm, passes in _all_passes():
             for key in passes.keys.get(owner, ()):
                 from_files.pop(key.name(comm), None)
+                won.pop(key.name(comm), None)
             passes.forget(owner)
 
 
@@ -283,8 +296,8 @@ def save(path: str | Path) -> None:
 def load(path: str | Path) -> None:
     """Read decisions from a file that `save` has written. Call it on every rank, before the first step.
 
-    They apply to passes of the same sizes, data types, options, number of ranks and device that a layer has not run
-    yet. A pass for which the ranks have loaded different schedules is raced for.
+    They apply to passes of the same sizes, data types, options, number of ranks and device that no layer of the
+    communicator has run yet. A pass for which the ranks have loaded different schedules is raced for.
 
     Raises OSError if the file cannot be read, and ValueError if it is not a file of `save`."""
     path = Path(path_of(path, "overlap.load: path"))

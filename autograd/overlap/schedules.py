@@ -89,8 +89,8 @@ class PassKey(NamedTuple):
     same_bits: bool
     reduce_dtype: torch.dtype | None
 
-    def decision(self, comm: Communicator, schedule: Schedule, reason: str, **more: Any) -> Decision:
-        streams = self.config.compute_streams or (1 if comm.library.is_host or schedule.chunks == 1 else 2)
+    def decision(self, on_cpu: bool, schedule: Schedule, reason: str, **more: Any) -> Decision:
+        streams = self.config.compute_streams or (1 if on_cpu or schedule.chunks == 1 else 2)
         name = str(self.dtype).removeprefix("torch.")
         return Decision(self.pattern, self.m, self.n, self.k, name, *schedule, streams, reason, **more)
 

@@ -26,7 +26,7 @@ from .schedules import OFF, Decision, PassKey, Schedule, format_times
 STARTS = (0, 12, 32, 52, 76, 104, 136, 172, 212, 256)  # the call with which each round of a race starts
 STAY = {2: 3, 4: 2}  # after so many rounds, so many schedules stay in the race, besides the first
 GAIN, WINS = 0.97, 2 / 3  # to lead: at most this ratio to "off" in the median, and less than 1 in this share of rounds
-ASK, EVERY, ASK_ROUNDS = 2048, 12, 7  # calls at which "off" is asked again; between its rounds; rounds at most
+ASK, EVERY, ASK_ROUNDS = 2048, 13, 7  # call at which "off" is asked again; calls between its rounds; rounds at most
 NOT_TIMED = 1 << 62  # nanoseconds
 
 
@@ -94,9 +94,13 @@ class Race:
 
     over      whether there is a winner
     closed    whether the winner stays
-    decision  the leader, for calls between the rounds"""
+    decision  the leader, for calls between the rounds
 
-    def __init__(self, comm: Communicator, key: PassKey, candidates: Sequence[Schedule]) -> None:
+    read  gets the times of a round from all ranks, and calls a function with them"""
+
+    def __init__(
+        self, comm: Communicator, key: PassKey, candidates: Sequence[Schedule], read: DeferredCheck | None = None
+    ) -> None:
         self.key, self.candidates = key, tuple(candidates)
         self.over = self.closed = False
         self.leader = self.candidates[0]
@@ -107,21 +111,21 @@ class Race:
         self._asked: list[float] = []  # ratios since
         self._calls = 0
         self._unread: list[Round] = []
-        self._late = 0 if comm.library.is_host else 1  # on a GPU the events of the round before are complete
-        self._read = DeferredCheck()
+        self._on_cpu = comm.library.is_host
+        self._read = read or DeferredCheck()
         self._plan = self._rounds()
         self._round = next(self._plan)
-        self.decision = self._decided(comm)
+        self.decision = self._decided()
 
     def next(self, comm: Communicator) -> ScheduledCall:
         """Count a call, and return its schedule. Collective at the first call after a round."""
         call, self._calls = self._calls, self._calls + 1
-        if call == self._round.end and not self.closed:
+        if call >= self._round.end and not self.closed:
             self._end_round(comm)
         at, second = divmod(call - self._round.start, 2)
         if self.closed or not 0 <= at < len(self._round.ways):
             return ScheduledCall(self.decision)
-        decision = self.key.decision(comm, self._round.ways[at], self._round.name, settled=False)
+        decision = self.key.decision(self._on_cpu, self._round.ways[at], self._round.name, settled=self.over)
         return ScheduledCall(decision, self._round if second else None, at)
 
     def _rounds(self) -> Iterator[Round]:
@@ -135,21 +139,22 @@ class Race:
         for doublings in itertools.count():
             self._ask, self._asked = ASK << doublings, []
             for number in itertools.count():
-                ways = (OFF, self.leader) if number < ASK_ROUNDS else ()
-                yield Round(self._ask + number * EVERY, ways, f"a round with {self.leader}, which won")
+                ways = (OFF, self.leader)[:: -1 if number % 2 else 1] if number < ASK_ROUNDS else ()
+                yield Round(self._ask + number * EVERY, ways, "off and the winner of the race are compared again")
                 if self._asked and statistics.median(self._asked) < 1:
                     break
 
     def _end_round(self, comm: Communicator) -> None:
-        """Exchange the times of a round; on a GPU of the one before, and use those of the one before that."""
-        self._unread.append(self._round)
-        if len(self._unread) > self._late:
-            ended = self._unread.pop(0)
+        """Exchange the times of a round; on a GPU of the one before, whose events are complete more often."""
+        unread = [*self._unread, self._round]
+        if self._on_cpu or len(unread) > 1:
+            ended = unread.pop(0)
             rows = gathered_tensor(comm, ended.times() or [NOT_TIMED])
-            self._read(rows, partial(self._judge, comm, ended))
+            self._read(rows, partial(self._judge, ended))  # on a GPU, those that were exchanged after the last round
+        self._unread = unread
         self._round = next(self._plan)
 
-    def _judge(self, comm: Communicator, ended: Round, rows: list[list[int]]) -> None:
+    def _judge(self, ended: Round, rows: list[list[int]]) -> None:
         """Use the times of a round. That of a call is the time of its slowest rank."""
         why = ""
         slowest = dict(zip(ended.ways, map(max, zip(*rows, strict=True)), strict=False))
@@ -162,7 +167,7 @@ class Race:
             if len(self._asked) == ASK_ROUNDS and statistics.median(self._asked) >= 1:
                 why = f"{_standing(self.leader, self._asked)} after call {self._ask}: off"
                 self.leader, self.closed = OFF, True
-        self.decision = self._decided(comm, why)
+        self.decision = self._decided(why)
 
     def _race(self, times: Mapping[Schedule, int], ratios: Mapping[Schedule, float]) -> None:
         for way, ratio in ratios.items():
@@ -187,15 +192,15 @@ class Race:
         wins = sum(ratio < 1 for ratio in self._ratios[way])
         return self._median(way) <= GAIN and wins >= WINS * len(self._ratios[way])
 
-    def _decided(self, comm: Communicator, why: str = "") -> Decision:
+    def _decided(self, why: str = "") -> Decision:
         """Return the decision for the leader, with the reason: how the best of the others compares with the first."""
-        first, *others = self.candidates
+        first, *others = self._ways
         tried = {str(way): statistics.median(times) / 1e9 for way, times in self._times.items() if times}
         if not why and self._ratios[first]:
             best = min(others, key=self._median) if self.leader == first else self.leader
             why = _standing(best, self._ratios[best]) + (f": {first}" if self.leader == first else "")
         reason = f"{why}; tried: {format_times(tried)}" if why else "the race begins"
-        return self.key.decision(comm, self.leader, reason, settled=self.over, tried=tried)
+        return self.key.decision(self._on_cpu, self.leader, reason, settled=self.over, tried=tried)
 
 
 def _standing(way: Schedule, ratios: Sequence[float]) -> str:

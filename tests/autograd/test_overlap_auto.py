@@ -30,7 +30,7 @@ import pynccl_autograd as ad
 from pynccl import Communicator
 from pynccl.comm.observers import observing
 from pynccl_autograd import OverlapConfig
-from pynccl_autograd.overlap import routes
+from pynccl_autograd.overlap import routes, tune
 from pynccl_autograd.overlap.schedules import TOO_FEW
 
 
@@ -145,6 +145,66 @@ def share_a_race(comm: Communicator) -> list[Any]:
 def test_layers_with_equal_passes_share_a_race(ranks: RankPool) -> None:
     first, other = ranks.run(2, share_a_race)
     assert first == other
+
+
+def ask_again(comm: Communicator, slower: bool) -> list[Any]:
+    """The ring wins; then "off" is asked again, and is faster or not."""
+    phase, layer, schedules = ["race"], nn.Identity(), Schedules()
+    times = {"race": {"ring": 0.5, "off": 1.0}, "after": {"ring": 2.0 if slower else 0.5, "off": 1.0}}
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        tune_with_times(lambda decision: times[phase[0]].get(decision.schedule, 0.9)),
+        observing(schedules),
+    ):
+        patch.setattr(tune, "ASK", 40)
+        call = make_call(comm, "matmul_all_reduce", layer)
+        for _ in range(MAX_CALLS + 1):
+            call()
+        assert [one.schedule for one in ad.overlap.decisions(layer)] == ["ring"]
+        phase[0] = "after"
+        for _ in range(40 + tune.ASK_ROUNDS * tune.EVERY):
+            call()
+        (decision,) = ad.overlap.decisions(layer)
+        won = [one["schedule"] for one in routes.won.values()]
+    return [*schedules.chosen, decision.schedule, decision.settled, decision.reason.split(";")[0], won]
+
+
+def test_off_replaces_a_winner_that_has_become_slower(ranks: RankPool) -> None:
+    for slower in (True, False):
+        first, other = ranks.run(2, ask_again, slower)
+        assert first == other
+        reason = (
+            "ring: median +100%, faster in 0 of 7 rounds after call 40: off"
+            if slower
+            else ("ring: median -50%, faster in 2 of 2 rounds")
+        )
+        expected = "off" if slower else "ring"
+        assert first[-4:] == [expected, True, reason, [expected]]
+
+
+def keep_winners(comm: Communicator) -> list[str]:
+    """Return the decision for a pass before and after calls of many other shapes, which are not tried."""
+    layer, found = nn.Identity(), []
+    with tune_with_times(lambda decision: 0.5 if decision.schedule == "ring" else 1.0), torch.no_grad():
+        w = torch.ones(OUT, IN)
+
+        def call(rows: int) -> None:
+            ad.matmul_reduce_scatter(torch.ones(comm.size * rows, IN), w, comm, owner=layer)
+
+        for _ in range(MAX_CALLS + 1):
+            call(64)
+        found.append(ad.overlap.decisions(layer)[0].schedule)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(routes, "MAX_PASSES", 20)
+            for rows in range(65, 110):
+                call(rows)
+            call(64)
+        found += [one.schedule for one in ad.overlap.decisions(layer) if one.m == comm.size * 64]
+    return found
+
+
+def test_many_shapes_do_not_forget_a_winner(ranks: RankPool) -> None:
+    assert ranks.run(2, keep_winners) == [["ring", "ring"]] * 2
 
 
 def untried_decisions(comm: Communicator) -> list[Any]:

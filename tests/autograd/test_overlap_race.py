@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
 import re
+import weakref
 from typing import Any
 
 import pytest
 from races import BULK, EIGHT, FOUR, RING, TWO, WAYS, Called, Noise, Seconds, noisy, play, quiet, start
+from torch import Tensor
 
 from pynccl_autograd.overlap.schedules import OFF, Schedule
 from pynccl_autograd.overlap.tune import ASK, EVERY, NOT_TIMED, STARTS, Race
@@ -43,7 +46,7 @@ def pairs(calls: list[Called], begin: int, ways: int) -> list[Schedule]:
 def test_each_round_runs_every_schedule_twice_and_the_leader_runs_between(gpu: bool) -> None:
     race, ranks = start(gpu=gpu)
     calls = list(play(race, ranks, CALLS + 2 * EVERY, constant(GAINS)))
-    late = int(gpu)  # rounds
+    late = 2 if gpu else 0  # rounds: times are exchanged a round later, and used another one later
     expected = {number: set(WAYS) for number in range(2 + late)}
     expected |= {number: {OFF, FOUR, EIGHT, RING} for number in range(2 + late, 4 + late)}
     expected |= {number: {OFF, FOUR, EIGHT} for number in range(4 + late, len(STARTS))}
@@ -108,6 +111,34 @@ def test_a_pass_that_raises_gains_nothing() -> None:
     assert race.decision.tried["bulk"] == 1.0 < NOT_TIMED
 
 
+def test_an_error_in_an_exchange_delays_the_round() -> None:
+    race, ranks = start()
+    exchange, failures = ranks.all_gather, []
+
+    def fails_once(send: Tensor, recv: Tensor) -> Tensor:
+        if not failures:
+            failures.append(send)
+            raise RuntimeError("not today")
+        return exchange(send, recv)
+
+    ranks.all_gather = fails_once
+    calls = play(race, ranks, CALLS, constant(GAINS))
+    list(itertools.islice(calls, 12))
+    with pytest.raises(RuntimeError, match="not today"):
+        next(calls)
+    list(play(race, ranks, CALLS, constant(GAINS)))
+    assert race.over and race.leader == FOUR
+
+
+def test_a_race_does_not_keep_the_communicator() -> None:
+    race, ranks = start(gpu=True)
+    list(play(race, ranks, CALLS, constant(GAINS)))
+    alive = weakref.ref(ranks)
+    del ranks
+    gc.collect()
+    assert alive() is None and race.leader == FOUR
+
+
 # ---------------------------------------------------------------------------------------------- promises, as numbers
 
 
@@ -153,8 +184,9 @@ def test_a_slow_period_of_the_machine_changes_few_choices(times: dict[Schedule, 
 def test_off_is_asked_again_at_doubling_calls(gpu: bool) -> None:
     race, ranks = start(gpu=gpu)
     calls = list(play(race, ranks, 4 * ASK + 100, constant(GAINS)))
-    rounds = 2 if gpu else 1  # the answer to the first is known at the end of the second
-    expected = {ask + number * EVERY for ask in (ASK, 2 * ASK, 4 * ASK) for number in range(rounds)}
+    rounds = 3 if gpu else 1  # the answer to the first is known at the end of the third
+    begins = [number * EVERY + 2 * (number % 2) for number in range(rounds)]  # by turns first and second
+    expected = {ask + begin for ask in (ASK, 2 * ASK, 4 * ASK) for begin in begins}
     asked = [at for at in range(CALLS, len(calls)) if calls[at].schedule == OFF]
     assert {at for at in asked if at - 1 not in asked} == expected
     assert len(asked) == 2 * len(expected)
@@ -185,9 +217,9 @@ def test_a_winner_that_becomes_slower_than_off_is_replaced(change: int, slower: 
     at_once = 0
     for seed in range(100):
         race, ranks = start(gpu=gpu)
-        calls = play(race, ranks, 2 * asked_next + 100, seconds, quiet, seed)
+        calls = play(race, ranks, 2 * asked_next + 200, seconds, quiet, seed)
         at = next(at for at, _ in enumerate(calls) if race.closed)
         assert race.leader == OFF, seed
-        at_once += at <= asked_next + 100
+        at_once += at <= asked_next + 200
         assert re.search(r": median \+\d+%, faster in \d of 7 rounds after call \d+: off; tried:", race.decision.reason)
     assert at_once >= 90

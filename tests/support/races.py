@@ -22,7 +22,7 @@ Noise = Callable[[random.Random], float]  # factor of the slowest rank's time
 
 
 class Ranks:
-    """Stands for a communicator whose ranks all measure the same.   gpu: times are read a round later"""
+    """Stands for a communicator whose ranks all measure the same.   gpu: times are exchanged a round later"""
 
     device, size = "cpu", 2
 
@@ -31,6 +31,18 @@ class Ranks:
 
     def all_gather(self, send: Tensor, recv: Tensor) -> Tensor:
         return send.expand_as(recv)
+
+
+class DeferredRead:
+    """As `DeferredCheck` on a GPU: the numbers of a call are used in the next one."""
+
+    def __init__(self) -> None:
+        self._last: Any = None
+
+    def __call__(self, numbers: Tensor, check: Callable[[list[Any]], object]) -> None:
+        last, self._last = self._last, (numbers.tolist(), check)
+        if last is not None:
+            last[1](last[0])
 
 
 class Called(NamedTuple):
@@ -43,7 +55,8 @@ class Called(NamedTuple):
 
 def start(ways: tuple[Schedule, ...] = WAYS, gpu: bool = False) -> tuple[Race, Any]:
     ranks: Any = Ranks(gpu)
-    return Race(ranks, KEY, ways), ranks
+    read: Any = DeferredRead() if gpu else None
+    return Race(ranks, KEY, ways, read), ranks
 
 
 def play(
@@ -55,13 +68,13 @@ def play(
     seed: int = 0,
     change: float = 1.15,
 ) -> Iterator[Called]:
-    """Make calls.   change: factor of the first call after a change of the schedule"""
+    """Make calls.   change: factor of the first call after a change to another schedule than "off\""""
     draw, last = random.Random(seed), None
     for call in range(calls):
         decision, timed_by, at = race.next(ranks)
         assert decision is not None
         schedule = Schedule(decision.method, decision.chunks)
-        took = seconds(schedule, call) * noise(draw) * (change if schedule != last else 1.0)
+        took = seconds(schedule, call) * noise(draw) * (change if schedule not in (last, OFF) else 1.0)
         if timed_by is not None:
             timed_by.marks[at] = 0, round(took * 1e9)
         last = schedule
