@@ -77,10 +77,13 @@ def test_scale_reports_the_missing_rank_and_where_it_is() -> None:
 
 def test_overlap_measures_every_case_with_every_schedule() -> None:
     tiny = ["--rows", "16", "--balance", "1", "none", "--width", "8", "--hidden", "12", "--rounds", "3"]
-    table, bounds, where = run("overlap.py", *tiny, "--markdown").split("\n\n")
+    table, bounds, telling, where = run("overlap.py", *tiny, "--markdown").split("\n\n")
     head, _, *rows = cells(table.splitlines())
-    assert head[5:12] == ["bulk", "slices 2", "slices 4", "slices 8", "ring", "plain", "auto/off"]
-    assert all(float(cell) > 0 for row in rows for cell in row[5:12])
+    assert head[5:13] == ["off again", "bulk", "slices 2", "slices 4", "slices 8", "ring", "plain", "auto/off"]
+    assert all(float(cell) > 0 for row in rows for cell in row[5:13])
+    silent = [row for row in rows if row[-1].endswith("; cannot tell")]
+    assert all(abs(float(row[5]) - 1) >= 0.025 for row in silent)  # rounded
+    assert telling == f"{8 - len(silent)} of 8 cases can tell."
     assert len(rows) == 8 and len(bounds.splitlines()) == 2 + 6 and "2 ranks, width 8, hidden 12" in where
 
 
