@@ -113,7 +113,8 @@ def test_a_pass_that_raises_gains_nothing() -> None:
 
 def test_an_error_in_an_exchange_delays_the_round() -> None:
     race, ranks = start()
-    exchange, failures = ranks.all_gather, []
+    exchange = ranks.all_gather
+    failures: list[Tensor] = []
 
     def fails_once(send: Tensor, recv: Tensor) -> Tensor:
         if not failures:
