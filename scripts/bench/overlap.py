@@ -23,7 +23,7 @@ Communication runs over a simulated link (PYNCCL_HOST_LINK), whose bandwidth is 
 
 examples:
   python scripts/bench/overlap.py --rows 16 --balance 1 none --width 8 --hidden 12 --rounds 3
-  python scripts/bench/overlap.py --markdown  # 16 cases, 20 minutes
+  python scripts/bench/overlap.py --markdown  # 16 cases, ten minutes on two cores
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from races import BULK, EIGHT, FOUR, RING, TWO, WAYS, Called, Noise, Seconds, no
 from torch import Tensor
 
 from pynccl_autograd.overlap.schedules import OFF, Schedule
-from pynccl_autograd.overlap.tune import ASK, EVERY, NOT_TIMED, STARTS, Race
+from pynccl_autograd.overlap.tune import ASK, ASK_ROUNDS, EVERY, NOT_TIMED, STARTS, Race
 
 CALLS = STARTS[-1] + 24  # of a whole race; on a GPU more
 GAINS = dict(zip(WAYS, (1.0, 0.95, 0.9, 0.8, 0.85, 0.88), strict=True))
@@ -60,6 +60,17 @@ def test_each_round_runs_every_schedule_twice_and_the_leader_runs_between(gpu: b
         assert not any(call.timed for call in between)
     assert len(firsts) > 3  # rounds begin with different schedules
     assert race.over and race.leader == FOUR and not race.closed
+
+
+@pytest.mark.parametrize(("gpu", "calls"), [(False, 262), (True, 282)])
+@pytest.mark.parametrize("times", [GAINS, LOSSES])
+def test_the_winner_is_known_after_as_many_calls_as_the_pages_say(
+    times: dict[Schedule, float], gpu: bool, calls: int
+) -> None:
+    race, ranks = start(gpu=gpu)
+    for over in (False, True):
+        list(play(race, ranks, 1 if over else calls, constant(times)))
+        assert race.over == over
 
 
 CASES: dict[str, tuple[dict[Schedule, float], Schedule]] = {
@@ -196,14 +207,25 @@ def test_off_is_asked_again_at_doubling_calls(gpu: bool) -> None:
 
 
 @pytest.mark.parametrize("noise", [quiet, noisy])
-def test_asking_costs_less_than_a_hundredth_and_loses_no_winner(noise: Noise) -> None:
+def test_asking_loses_no_winner(noise: Noise) -> None:
     for seed in range(100):
         race, ranks = start()
-        asked = 0
-        for at, call in enumerate(play(race, ranks, 4 * ASK + 100, constant(GAINS), noise, seed)):
-            asked += at >= CALLS and call.schedule == OFF
-            assert asked <= 0.01 * max(at - CALLS, ASK - CALLS), seed
+        for _ in play(race, ranks, 4 * ASK + 100, constant(GAINS), noise, seed):
+            pass
         assert race.over and race.leader != OFF and not race.closed, seed
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_asking_costs_less_than_a_hundredth_of_the_calls(gpu: bool) -> None:
+    """A winner that takes 1% more than "off" after the race needs all rounds of the first question."""
+    race, ranks = start(gpu=gpu)
+    asked = 0
+    for at, call in enumerate(
+        play(race, ranks, 2 * ASK, lambda way, at: 1.01 if way != OFF and at > ASK else GAINS[way])
+    ):
+        asked += race.over and not race.closed and call.schedule == OFF
+        assert asked <= 0.01 * max(0, at - CALLS)
+    assert race.closed and asked == 2 * ASK_ROUNDS
 
 
 @pytest.mark.parametrize("gpu", [False, True])
