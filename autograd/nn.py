@@ -38,8 +38,8 @@ from .ops.coalesced import CallableOnLists
 from .ops.halo import Halo, halo_exchange
 from .ops.permute import check_edges, permute
 from .ops.rooted import broadcast, gather, reduce, scatter
-from .overlap.config import Overlap, as_config
 from .overlap.functions import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from .overlap.keys import Overlap, as_config
 from .torch_internals import is_hooked
 from .wire import Dtype, Splits
 

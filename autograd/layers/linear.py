@@ -20,8 +20,8 @@ from pynccl.bindings.values import attribute, shown
 from ..arguments import check_call, check_comm, check_dim, checked
 from ..ops.all_gather import all_gather
 from ..ops.all_reduce import copy
-from ..overlap.config import Overlap, as_config
 from ..overlap.functions import all_gather_matmul, copy_matmul, matmul_all_reduce, matmul_reduce_scatter
+from ..overlap.keys import Overlap, as_config
 from ..overlap.limits import prepare
 from ..wire import Dtype
 from .shard import Shard, checked_size, sizes_of_blocks
@@ -66,7 +66,7 @@ class _ParallelLinear(Sharded):
         self.comm, self.sequence_parallel = comm, sequence_parallel
         self.seq_dim = checked_seq_dim(type(self).__name__, seq_dim)
         config = as_config(type(self).__name__, overlap, self.kind)
-        self.overlap: Overlap = config if attribute(overlap, "workspace") is None else overlap
+        self.overlap: Overlap = config if attribute(overlap, "buffers") is None else overlap
         if self.overlap is config:
             prepare(comm, config)
         self.reduce_dtype, self.grad_accumulation_fusion = reduce_dtype, grad_accumulation_fusion

@@ -14,7 +14,7 @@ from pynccl import Communicator
 from pynccl.bindings.values import shown
 
 from ..arguments import as_int
-from ..overlap.config import Overlap
+from ..overlap.keys import Overlap
 from ..wire import Dtype
 from .dropout import FUNCTIONS, Dropout
 

@@ -18,7 +18,7 @@ from pynccl.bindings.values import instance, shown
 from ..agreement import difference, run_on_all_ranks
 from ..arguments import check_comm, checked
 from ..mesh import Mesh
-from ..overlap.config import Overlap
+from ..overlap.keys import Overlap
 from ..torch_internals import has_no_values, move_forward_hooks, uncompiled, wrapped_in
 from ..wire import Dtype
 from .dropout import ELEMENTWISE, FUNCTIONS, Dropout

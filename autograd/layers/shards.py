@@ -19,7 +19,7 @@ from pynccl import Communicator
 from pynccl.bindings.values import INT_MAX, instance, integer, shown
 
 from ..names import plain_name
-from ..overlap.routes import decisions_of
+from ..overlap.choose import decisions_of
 from ..torch_internals import own_parameters
 from .dtensors import is_dtensor
 from .shard import Shard, ShardTensor, held, taken

@@ -1,12 +1,13 @@
 """Linear layers fused with the collective before or after them: computation and communication overlap."""
 
-from .comm_overlap import CommOverlap, CommOverlapHelper, CommOverlapP2P
+from .choose import decisions, retry
 from .config import OverlapConfig
 from .functions import all_gather_matmul, copy_matmul, matmul_all_reduce, matmul_reduce_scatter
-from .reporting import Report, report
-from .routes import decisions, load, retry, save
+from .handoff import Slices
+from .report import Report, report
+from .saved import load, save
 from .schedules import Decision
-from .slices import Slices
+from .te import CommOverlap, CommOverlapHelper, CommOverlapP2P
 from .trace import Trace, recording
 
 __all__ = [

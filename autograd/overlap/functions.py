@@ -4,7 +4,7 @@ N ranks; x is [s, .., in] with the sequence in dimension 0, w is [out, in] as in
 the last.
 
     all_gather_matmul        x [s/N, .., in]     -> y [s, .., out]      dx is reduce-scattered
-    matmul_reduce_scatter    x [s, .., in/N]     -> y [s/N, .., out]    gy is all-gathered
+    matmul_reduce_scatter    x [s, .., in/N]     -> y [s/N, .., out]    dy is all-gathered
     matmul_all_reduce        x [s, .., in/N]     -> y [s, .., out]      no communication
     copy_matmul              x [s, .., in] equal -> y [s, .., out/N]    dx is all-reduced
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Literal, overload
 
+import torch
 from torch import Tensor
 
 from pynccl import Communicator
@@ -21,11 +22,10 @@ from pynccl import Communicator
 from ..arguments import check_divisible, check_type
 from ..wire import Dtype
 from . import unfused
-from .config import Overlap
-from .passes import MatmulCall
-from .patterns import AllGatherMatmul, CopyMatmul, MatmulAllReduce, MatmulReduceScatter
-from .schedules import Decision
-from .slices import PendingSlices, Slices
+from .call import Call
+from .handoff import PendingSlices, Slices
+from .keys import Overlap
+from .linear import AllGatherMatmul, CopyMatmul, MatmulAllReduce, MatmulReduceScatter
 
 
 @overload
@@ -79,20 +79,15 @@ def all_gather_matmul(
     Raises ValueError or TypeError for wrong arguments, before this rank launches anything. If only one rank's arguments
     are wrong, the other ranks wait for it.
     """
-    name, fused = "all_gather_matmul", grad_accumulation_fusion
+    name = "all_gather_matmul"
     check_type(f"{name}: return_gathered", "bool", return_gathered)
-    call = MatmulCall(name, "column", x, w, comm, bias, overlap, reduce_dtype, fused, owner)
-
-    def overlapped(x: Tensor, w: Tensor, bias: Tensor | None, call: MatmulCall, decision: Decision) -> Any:
-        keeps = return_gathered or call.config.save_gathered
-        y, *gathered = AllGatherMatmul.apply(x, w, bias, call, decision, keeps)
-        return (y, gathered[0]) if return_gathered else y
-
-    def composed(x: Tensor, w: Tensor, bias: Tensor | None) -> Any:
-        return unfused.all_gather_matmul(x, w, comm, bias, call.reduce_dtype, return_gathered)
-
-    rows = x.numel() // max(x.shape[-1], 1) * comm.size
-    return call.run(x, bias, rows, (name, "column_backward"), overlapped, composed)
+    call = Call(name, "column", x, w, comm, bias, overlap, reduce_dtype, grad_accumulation_fusion, owner)
+    tensors = call.schedule(x, bias, rows_of(x) * comm.size, name, "column_backward")
+    if tensors is None:
+        return unfused.all_gather_matmul(x, call.weight, comm, bias, call.reduce_dtype, return_gathered)
+    keeps = return_gathered or (call.config.save_gathered and torch.is_grad_enabled())
+    y, *gathered = AllGatherMatmul.apply(*tensors, call, keeps)
+    return (y, gathered[0]) if return_gathered else y
 
 
 def matmul_reduce_scatter(
@@ -116,16 +111,12 @@ def matmul_reduce_scatter(
     are wrong, the other ranks wait for it.
     """
     name = "matmul_reduce_scatter"
-    call = MatmulCall(name, "row", x, w, comm, bias, overlap, reduce_dtype, grad_accumulation_fusion, owner)
+    call = Call(name, "row", x, w, comm, bias, overlap, reduce_dtype, grad_accumulation_fusion, owner)
     check_divisible(call.caller, x, 0, comm, "use another sequence length")
-
-    def overlapped(x: Tensor, w: Tensor, bias: Tensor | None, call: MatmulCall, decision: Decision) -> Any:
-        return MatmulReduceScatter.apply(x, w, bias, call, decision)
-
-    def composed(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-        return unfused.matmul_reduce_scatter(x, w, comm, bias, call.reduce_dtype)
-
-    y: Tensor = call.run(x, bias, x.numel() // max(x.shape[-1], 1), (name, "row_backward"), overlapped, composed)
+    tensors = call.schedule(x, bias, rows_of(x), name, "row_backward")
+    if tensors is None:
+        return unfused.matmul_reduce_scatter(x, call.weight, comm, bias, call.reduce_dtype)
+    y: Tensor = MatmulReduceScatter.apply(*tensors, call)
     return y
 
 
@@ -179,7 +170,7 @@ def matmul_all_reduce(
     are wrong, the other ranks wait for it.
     """
     name = "matmul_all_reduce"
-    call = MatmulCall(name, "row", x, w, comm, bias, overlap, reduce_dtype, grad_accumulation_fusion, owner)
+    call = Call(name, "row", x, w, comm, bias, overlap, reduce_dtype, grad_accumulation_fusion, owner)
     check_type(f"{name}: hand_off", "bool", hand_off)
     if hand_off and x.dim() != 2:
         raise ValueError(f"{name}: hand_off=True expects x of shape [s, in/N], but x is {tuple(x.shape)}; flatten it")
@@ -187,18 +178,13 @@ def matmul_all_reduce(
     if hand_off and config.method in ("auto", "slices", "exchange"):
         method = "exchange" if config.deterministic else "slices" if config.method == "auto" else config.method
         call.config = replace(config, method=method, chunks=config.chunks or 4)
-
-    def overlapped(x: Tensor, w: Tensor, bias: Tensor | None, call: MatmulCall, decision: Decision) -> Any:
-        if hand_off:
-            pending = PendingSlices()
-            return Slices(MatmulAllReduce.apply(x, w, bias, call, decision, pending), pending)
-        return MatmulAllReduce.apply(x, w, bias, call, decision, None)[0]
-
-    def composed(x: Tensor, w: Tensor, bias: Tensor | None) -> Any:
-        y = unfused.matmul_all_reduce(x, w, comm, bias, call.reduce_dtype)
-        return Slices((y,), PendingSlices()) if hand_off else y
-
-    return call.run(x, bias, x.numel() // max(x.shape[-1], 1), (name, None), overlapped, composed)
+    pending = PendingSlices() if hand_off else None
+    tensors = call.schedule(x, bias, rows_of(x), name, None)
+    if tensors is None:
+        y = (unfused.matmul_all_reduce(x, call.weight, comm, bias, call.reduce_dtype),)
+    else:
+        y = MatmulAllReduce.apply(*tensors, call, pending)
+    return y[0] if pending is None else Slices(y, pending)
 
 
 def copy_matmul(
@@ -221,14 +207,15 @@ def copy_matmul(
     Raises ValueError or TypeError for wrong arguments, before this rank launches anything. If only one rank's arguments
     are wrong, the other ranks wait for it.
     """
-    fused = grad_accumulation_fusion
-    call = MatmulCall("copy_matmul", "column", x, w, comm, bias, overlap, reduce_dtype, fused, owner)
-
-    def overlapped(x: Tensor, w: Tensor, bias: Tensor | None, call: MatmulCall, decision: None) -> Any:
-        return CopyMatmul.apply(x, w, bias, call)
-
-    def composed(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-        return unfused.copy_matmul(x, w, comm, bias, call.reduce_dtype)
-
-    y: Tensor = call.run(x, bias, x.numel() // max(x.shape[-1], 1), (None, "copy_backward"), overlapped, composed)
+    name = "copy_matmul"
+    call = Call(name, "column", x, w, comm, bias, overlap, reduce_dtype, grad_accumulation_fusion, owner)
+    tensors = call.schedule(x, bias, rows_of(x), None, "copy_backward")
+    if tensors is None:
+        return unfused.copy_matmul(x, call.weight, comm, bias, call.reduce_dtype)
+    y: Tensor = CopyMatmul.apply(*tensors, call)
     return y
+
+
+def rows_of(x: Tensor) -> int:
+    """Return the number of rows of x [.., k]."""
+    return x.numel() // max(x.shape[-1], 1)

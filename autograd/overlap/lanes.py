@@ -1,4 +1,4 @@
-"""The streams of one overlapped operation: the caller's, one for communication, optionally a second one for matmuls.
+"""The streams of one pass: the caller's, one for communication, optionally a second one for matmuls.
 
 The work of a lane runs in order. Lanes synchronize only by events. Each piece of work declares the tensors that it
 reads and writes, so that tests can verify dependencies and timelines can show them.
@@ -6,9 +6,11 @@ reads and writes, so that tests can verify dependencies and timelines can show t
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -18,61 +20,106 @@ from torch import Tensor
 
 import pynccl
 from pynccl import CollConfig, Communicator
-from pynccl.comm.observers import observers, waiting
+from pynccl.comm.observers import waiting
 from pynccl.interop.handles import source_of, vouched
 from pynccl.interop.streams import stream_handle
 
 from ..streams import HIGH, KeepAliveList, is_capturing, side_stream
+from .buffers import FRESH, Buffers, Fresh
+
+
+class Observer:
+    """Callbacks for the passes of overlapped layers: override those you need. They run in the thread that does the
+    work, and must not raise, since the exception would reach the program.
+
+    timing  whether `ran` needs `begin` and `end`"""
+
+    timing = False
+
+    def ran(self, lane: Lane, name: str, reads: Sequence[Any], writes: Sequence[Any], begin: Any, end: Any) -> None:
+        """Called after work was issued on a lane.   reads, writes: its tensors   begin, end: marks of the lane"""
+
+    def recorded(self, lane: Lane, point: Point) -> None:
+        """Called when a point of a lane was recorded. The first one of a pass is on the caller's lane, at its begin."""
+
+    def waited(self, lane: Lane, point: Point) -> None:
+        """Called when the lane waits for the point."""
+
+    def closed(self, lanes: Lanes) -> None:
+        """Called when the caller has waited for all work on the lanes."""
+
+    def decided(self, owner: Any, decision: Any) -> None:
+        """Called with the decision for a layer's pass, before the pass and again during a backward pass."""
+
+
+observers: list[Observer] = []
+os.register_at_fork(after_in_child=observers.clear)
+
+
+@contextlib.contextmanager
+def observing(observer: Observer) -> Iterator[None]:
+    """Call the observer for all passes in the block, in all threads. A forked child has no observers."""
+    observers.append(observer)
+    try:
+        yield
+    finally:
+        if observer in observers:  # it is not in a forked child
+            observers.remove(observer)
 
 
 class Point(NamedTuple):
     """A point in the order of a lane, after all work issued before it."""
 
-    lane: Lane
+    lane: str
     issued: int  # the lane's count at this point
     event: Any
-    seen: dict[Lane, int]  # other lane -> its count that is complete at this point
+    seen: dict[str, int]  # other lane -> its count that is complete at this point
 
 
 class Lane:
-    """A stream of an overlapped operation.
+    """A stream of a pass.
 
-    name  "main", "comm" or "second" """
+    name    "main", "comm" or "second"
+    seen    other lane -> its count that this lane has waited for, also transitively"""
 
     def __init__(self, name: str, lanes: Lanes) -> None:
         self.name, self.lanes = name, lanes
         self.issued = 0  # count of issued work and points
-        self.seen: dict[Lane, int] = {}  # other lane -> its count that this lane has waited for, also transitively
+        self.seen: dict[str, int] = {}
 
     def run(self, work: Callable[..., object], *inputs: Any, out: Tensor) -> None:
         """Issue work(*inputs, out=out). It must not allocate memory that outlives it."""
-        if self is not self.lanes.main:  # main owns the memory, and could reuse it before this lane runs
-            self.lanes.kept.append((inputs, out))
+        lanes = self.lanes
+        if self is not lanes.main:  # main owns the memory, and could reuse it before this lane runs
+            lanes.kept.append((inputs, out))
         self.issued += 1
-        if self.lanes.observers:
-            self.lanes.observed(
-                self, getattr(work, "__name__", "work"), inputs, out, partial(self._do, work, inputs, out)
-            )
+        if lanes.observers:
+            lanes.observed(self, getattr(work, "__name__", "work"), inputs, out, partial(self._do, work, inputs, out))
         else:
             self._do(work, inputs, out)
 
     def record(self) -> Point:
         self.issued += 1
-        point = Point(self, self.issued, self._record(), dict(self.seen))
+        point = Point(self.name, self.issued, self._record(), dict(self.seen))
         for observer in self.lanes.observers:
             observer.recorded(self, point)
         return point
 
-    def wait(self, point: Point) -> None:
+    def wait(self, point: Point | None) -> None:
         """Let later work of this lane start after the point. No event is issued if that is already the case."""
-        if point.lane is self or self.seen.get(point.lane, 0) >= point.issued:
+        if point is None or point.lane == self.name or self.seen.get(point.lane, 0) >= point.issued:
             return
         for observer in self.lanes.observers:
             observer.waited(self, point)
         for lane, issued in (*point.seen.items(), (point.lane, point.issued)):
-            if lane is not self:
+            if lane != self.name:
                 self.seen[lane] = max(issued, self.seen.get(lane, 0))
         self._wait(point.event)
+
+    def wait_lane(self, lane: Lane) -> None:
+        """Let later work of this lane start after all work issued on another one so far."""
+        if lane is not self:
+            self.wait(lane.record())
 
     def mark(self) -> Any:
         """Record a time mark of this lane, for `seconds_between`."""
@@ -89,11 +136,7 @@ class Lane:
 
 
 class CallerLane(Lane):
-    """The calling thread, with the host library: work is complete when it returns.
-
-    blocked  seconds that the thread has waited for other lanes"""
-
-    blocked = 0.0
+    """The calling thread, with the host library: work is complete when it returns."""
 
     def _do(self, work: Callable[..., object], inputs: Sequence[Any], out: Tensor) -> None:
         work(*inputs, out=out)
@@ -103,10 +146,8 @@ class CallerLane(Lane):
 
     def _wait(self, event: Any) -> None:
         if event is not None:
-            begin = time.perf_counter()
             with waiting():
                 event.synchronize()
-            self.blocked += time.perf_counter() - begin
 
     def mark(self) -> Any:
         return time.perf_counter()
@@ -187,7 +228,7 @@ def _moment(mark: Any) -> float:
 
 
 class Lanes:
-    """The streams of one overlapped operation; `main` is the caller's stream.
+    """The streams and buffers of one pass; `main` is the caller's stream.
 
         with Lanes(comm) as lanes:
             lanes.comm.wait(lanes.start)                     # after the caller's earlier work
@@ -200,40 +241,59 @@ class Lanes:
     All memory is allocated on `main` by the caller, and kept until the end, so that it is not reused while another lane
     uses it.
 
-    kept  tensors of enqueued work, until the caller's stream has waited for the work"""
+    method, chunks, aggregate  of the schedule. "off": `comm` is `main`; there is no other stream and no event
+    kept                       tensors of enqueued work, until the caller's stream has waited for the work"""
 
     def __init__(
         self,
         comm: Communicator,
+        method: str = "bulk",
+        chunks: int = 1,
+        aggregate: bool = False,
         compute_streams: int = 1,
         priority: int = HIGH,
         config: CollConfig | None = None,
+        buffers: Buffers | Fresh = FRESH,
         owner: Any = None,
         decision: Any = None,
     ) -> None:
-        self.nccl, self.config = comm, config
-        self.observers = tuple(observers)  # a copy: each observer sees the begin and the end of the operation
+        self.nccl, self.rank, self.size, self.config = comm, comm.rank, comm.size, config
+        self.method, self.chunks, self.aggregate, self.buffers = method, chunks, aggregate, buffers
         self.owner, self.decision = owner, decision  # for observers
         self.kept = KeepAliveList()
         self._events: list[Any] = []
-        self.main, self.comm, self._computing = maker(self, comm, compute_streams, priority)
-        self._stream = self._handle()
         self._next = 0
+        if method == "off":
+            self.observers: tuple[Observer, ...] = ()
+            self.main = self.comm = _main_lane(self, comm)
+            self._computing, self._stream = [self.main], None
+        else:
+            self.observers = tuple(observers)  # a copy: each observer sees the begin and the end of the pass
+            self.main, self.comm, self._computing = maker(self, comm, compute_streams, priority)
+            self._stream = self._handle()
 
     def __enter__(self) -> Lanes:
-        self.start = self.main.record()
+        self.start = None if self.comm is self.main else self.main.record()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is not None and self.nccl.library.is_host:
-            return  # do not wait: peers may have failed. Host streams keep their buffers alive
         others = [lane for lane in dict.fromkeys((*self._computing, self.comm)) if lane is not self.main]
-        # First the lane that has waited for the most work: main then needs no wait for what that lane has waited for.
+        try:
+            # On the CPU, do not wait after an error: peers may have failed, and host streams keep their buffers alive.
+            if others and (kind is None or not self.nccl.library.is_host):
+                self._join(others)
+        finally:
+            for lane in (self.main, *others):
+                del lane.lanes  # else the two would refer to each other, until the garbage collector finds them
+
+    def _join(self, others: list[Lane]) -> None:
+        """Let the caller's stream wait for the other lanes. First for the lane that has waited for the most work: main
+        then needs no wait for what that lane has waited for."""
         for lane in sorted(others, key=lambda lane: lane.issued + sum(lane.seen.values()), reverse=True):
             used = lane.issued or lane.seen  # a lane that has only waited is part of a captured graph, too
-            if used and lane.issued > self.main.seen.get(lane, -1):
+            if used and lane.issued > self.main.seen.get(lane.name, -1):
                 self.main.wait(lane.record())
         for observer in self.observers:
             observer.closed(self)
@@ -253,13 +313,13 @@ class Lanes:
         method = getattr(self.nccl, name)
         self._launch(name, send, recv, partial(method, send, recv, *args, stream=self._stream, config=self.config))
 
-    def send_recv(self, send: Tensor, target: int, recv: Tensor, source: int) -> None:
-        """Issue one step of a ring."""
+    def send_recv(self, send: Tensor, recv: Tensor) -> None:
+        """Issue one step of a ring: send to the next rank, and receive from the previous one."""
 
         def launch() -> None:
             with pynccl.group():
-                self.nccl.send(send, target, stream=self._stream)
-                self.nccl.recv(recv, source, stream=self._stream)
+                self.nccl.send(send, (self.rank + 1) % self.size, stream=self._stream)
+                self.nccl.recv(recv, (self.rank - 1) % self.size, stream=self._stream)
 
         self._launch("send_recv", send, recv, launch)
 
@@ -294,22 +354,26 @@ class Lanes:
         return self._events[-1]
 
 
+def _main_lane(lanes: Lanes, comm: Communicator) -> Lane:
+    if comm.library.is_host:
+        return CallerLane("main", lanes)
+    return _MainLane("main", lanes, torch.cuda.current_stream(torch.device(comm.device)))
+
+
 def make_lanes(lanes: Lanes, comm: Communicator, compute_streams: int, priority: int) -> tuple[Lane, Lane, list[Lane]]:
     """Return (main, comm, lanes of matmuls)."""
-    side: Any = side_stream(comm, priority)
+    main, side = _main_lane(lanes, comm), side_stream(comm, priority)
     if comm.library.is_host:
-        main: Lane = CallerLane("main", lanes)
         return main, HostLane("comm", lanes, side.stream), [main]
-    current = torch.cuda.current_stream(side.device)
-    main = _MainLane("main", lanes, current)
-    computing: list[Lane] = [main]
+    computing = [main]
     if compute_streams > 1:
-        computing.append(_CudaLane("second", lanes, _second_stream(side.device, current)))
+        current: Any = main
+        computing.append(_CudaLane("second", lanes, _second_stream(current.stream.device, current.stream)))
     return main, _CudaLane("comm", lanes, side.stream), computing
 
 
 maker = make_lanes  # tests replace it
-_seconds: dict[tuple[torch.device, int | None], Any] = {}
+_second_streams: dict[tuple[torch.device, int | None], Any] = {}
 _spares: weakref.WeakKeyDictionary[Communicator, list[Any]] = weakref.WeakKeyDictionary()
 
 
@@ -319,9 +383,9 @@ def _second_stream(device: torch.device, main: Any) -> Any:
     All communicators share it, since a process has 8 queues to a GPU. For CUDA graphs, each capturing stream has its
     own: a graph keeps the cuBLAS workspace of its streams, and may run concurrently with other graphs or later work."""
     key = device, main.cuda_stream if is_capturing(device) else None
-    if key not in _seconds:
-        _seconds[key] = torch.cuda.Stream(device)
-    return _seconds[key]
+    if key not in _second_streams:
+        _second_streams[key] = torch.cuda.Stream(device)
+    return _second_streams[key]
 
 
 def _spare(comm: Communicator) -> list[Any]:

@@ -39,12 +39,6 @@ def _is_flat(stack: Tensor) -> bool:
     return stack.stride(0) == stack.shape[1] * stack.stride(1)
 
 
-def linear_plus(a: Tensor, w_t: Tensor, addend: Tensor, *, out: Tensor) -> None:
-    """out = a @ w_t + addend, all stacks."""
-    linear_rows(a, w_t, out=out)
-    out.add_(addend)
-
-
 def outer_rows(g: Tensor, a: Tensor, *, out: Tensor) -> None:
     """out = sum_q g_q.T @ a_q.   g [q, rows, n], a [q, rows, k] -> [n, k]"""
     _outer(g, a, out, first=True)

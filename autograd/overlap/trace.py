@@ -11,9 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from pynccl.comm.observers import Observer, observing
-
-from .lanes import Lane, Lanes, Point, seconds_between
+from .lanes import Lane, Lanes, Observer, Point, observing, seconds_between
 
 COMM = "comm"
 # Work with these names is communication, even if it runs on the caller's stream without overlap.

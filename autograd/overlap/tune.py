@@ -65,21 +65,24 @@ class Round:
 
 
 class ScheduledCall(NamedTuple):
-    """The decision for one call, and the round that times it. decision None: the call communicates nothing"""
+    """The decision for one call, and the round that times it. decision None: "off", which needed no decision"""
 
     decision: Decision | None
     round: Round | None = None
     at: int = 0
 
-    @contextlib.contextmanager
-    def timed(self, like: Tensor) -> Iterator[None]:
+    def timed(self, like: Tensor) -> contextlib.AbstractContextManager[None]:
         """Time the block, which is the pass, if the round needs it."""
-        if self.round is None:
-            yield
-            return
+        return contextlib.nullcontext() if self.round is None else self._timed(self.round, like)
+
+    @contextlib.contextmanager
+    def _timed(self, round: Round, like: Tensor) -> Iterator[None]:
         begin = clock.mark(like)
         yield
-        self.round.marks[self.at] = begin, clock.mark(like)
+        round.marks[self.at] = begin, clock.mark(like)
+
+
+NOT_SCHEDULED = ScheduledCall(None)
 
 
 class Race:

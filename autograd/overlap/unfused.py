@@ -17,10 +17,12 @@ from pynccl.bindings.values import shown
 
 from ..arguments import check_call, check_comm
 from ..collective import run
-from ..ops.all_gather import all_gather, reduce_scatter
-from ..ops.all_reduce import CopyView, all_reduce, copy_view
+from ..ops.all_gather import AllGather, ReduceScatter, all_gather, reduce_scatter
+from ..ops.all_reduce import AllReduce, CopyView, all_reduce, copy_view
 from ..torch_internals import accumulates
 from ..wire import Dtype
+
+Grads = tuple[Tensor | None, Tensor | None, Tensor | None]  # of x, w, bias
 
 
 def all_gather_matmul(
@@ -126,9 +128,58 @@ def _placeholder_grad(parameter: Any) -> Tensor | None:
     return zeros
 
 
-def weight_grad(g: Tensor, a: Tensor) -> Tensor:
-    """Return g.T @ a over all rows, differentiable.   g [.., n], a [.., k] -> [n, k]"""
-    return g.reshape(-1, g.shape[-1]).t() @ a.reshape(-1, a.shape[-1])
+# ---------------------------------------------------------------------------------------------- backward passes
+# The gradients of x, w and bias, differentiable themselves; None: not needed. See the Functions of linear.py.
+
+
+def column_backward(
+    call: Any, dy: Tensor, dx_full: Tensor | None, x: Tensor | None, w: Tensor, x_full: Tensor | None,
+    needs_dw: bool, needs_db: bool,
+) -> Grads:  # fmt: skip
+    dx = None
+    if call.needs_dx:
+        partial = dy @ w if dx_full is None else dy @ w + dx_full
+        dx = run(call.comm, ReduceScatter, partial, 0, "sum", None, call.reduce_dtype)
+    if x is not None:  # on every rank, even one that needs no weight gradient
+        x_full = run(call.comm, AllGather, x, 0, "sum", None, call.reduce_dtype)
+    return dx, _weight_grad(dy, x_full, needs_dw), _bias_grad(dy, needs_db)
+
+
+def row_backward(call: Any, dy: Tensor, x: Tensor, w: Tensor, needs_dx: bool, needs_dw: bool, has_bias: bool) -> Grads:
+    dy_full = run(call.comm, AllGather, dy, 0, "sum", None, call.reduce_dtype)
+    db = _bias_grad(dy, has_bias)
+    if db is not None:  # replicated, and so are its gradient and the second derivatives
+        db = run(call.comm, AllReduce, db, "sum", "replicated", call.reduce_dtype)
+    return dy_full @ w if needs_dx else None, _weight_grad(dy_full, x, needs_dw), db
+
+
+def all_reduce_backward(
+    call: Any, dy: Tensor, x: Tensor, w: Tensor, needs_dx: bool, needs_dw: bool, needs_db: bool
+) -> Grads:
+    db = _bias_grad(dy, needs_db)
+    dy = run(call.comm, CopyView, dy, call.reduce_dtype)
+    return dy @ w if needs_dx else None, _weight_grad(dy, x, needs_dw), db
+
+
+def copy_backward(call: Any, dy: Tensor, x: Tensor, w: Tensor, needs_dw: bool, needs_db: bool) -> Grads:
+    dx = None
+    if call.needs_dx:
+        dx = run(call.comm, AllReduce, dy @ w, "sum", "replicated", call.reduce_dtype)
+        x = run(call.comm, CopyView, x, call.reduce_dtype)  # as in the forward pass
+    return dx, _weight_grad(dy, x, needs_dw), _bias_grad(dy, needs_db)
+
+
+def _weight_grad(dy: Tensor, x: Tensor | None, needed: bool) -> Tensor | None:
+    """Return dy.T @ x over all rows.   dy [.., n], x [.., k] -> [n, k]"""
+    return dy.reshape(-1, dy.shape[-1]).t() @ x.reshape(-1, x.shape[-1]) if needed and x is not None else None
+
+
+def _bias_grad(dy: Tensor, needed: bool) -> Tensor | None:
+    """Return the sum of dy's rows."""
+    return dy.reshape(-1, dy.shape[-1]).sum(0) if needed else None
+
+
+# ---------------------------------------------------------------------------------------------- arguments
 
 
 def check_input(operation: str, x: Tensor, w: Tensor, comm: Communicator, bias: Tensor | None) -> None:

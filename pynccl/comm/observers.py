@@ -1,4 +1,4 @@
-"""Observers: callbacks for each call of all communicators and for overlapped layers. Traces and reports use them.
+"""Observers: callbacks for each call of all communicators. Traces use them.
 
 Without observers the cost is one check of an empty list.
 """
@@ -45,11 +45,7 @@ class ControlCall(NamedTuple):
 
 class Observer:
     """Base class: override the callbacks you need. They run in the thread that does the work. They and the functions
-    they return must not raise, since the exception would reach the program.
-
-    timing  whether `ran` needs `begin` and `end`"""
-
-    timing = False
+    they return must not raise, since the exception would reach the program."""
 
     def launching(self, calls: Sequence[Observed]) -> OnEnd | None:
         """Called before calls are made together, in this thread, in order, under the locks of their communicators.
@@ -62,23 +58,6 @@ class Observer:
         """Called before the caller's stream waits for overlapped communication. On the CPU the caller itself waits,
         until the returned function is called."""
         return None
-
-    # For overlapped layers: see Lane, Point and Lanes of pynccl_autograd.overlap.lanes.
-
-    def ran(self, lane: Any, name: str, reads: Sequence[Any], writes: Sequence[Any], begin: Any, end: Any) -> None:
-        """Called after work was issued on a lane.   reads, writes: its tensors   begin, end: marks of the lane"""
-
-    def recorded(self, lane: Any, point: Any) -> None:
-        """Called when a point of a lane was recorded."""
-
-    def waited(self, lane: Any, point: Any) -> None:
-        """Called when the lane waits for the point."""
-
-    def closed(self, lanes: Any) -> None:
-        """Called when the caller has waited for all work on the lanes."""
-
-    def decided(self, owner: Any, decision: Any) -> None:
-        """Called with the overlap decision of a layer's pass, before the pass and again during a backward pass."""
 
 
 observers: list[Observer] = []

@@ -13,10 +13,9 @@ from torch import Tensor
 
 import pynccl_autograd as ad
 from pynccl import Communicator
-from pynccl.comm.observers import Observer, observing
 from pynccl_autograd import OverlapConfig
-from pynccl_autograd.overlap.comm_overlap import COLLECTIVES
-from pynccl_autograd.overlap.lanes import Lane
+from pynccl_autograd.overlap.lanes import Lane, Observer, observing
+from pynccl_autograd.overlap.te import COLLECTIVES
 
 ROWS, WIDTH, HIDDEN = 24, 16, 36
 
@@ -81,7 +80,7 @@ def check_layers(comm: Communicator, kind: str) -> str:
     row = ad.RowParallelLinear(HIDDEN, WIDTH, comm, **options)
     column.load_full(up.weight, up.bias)
     row.load_full(down.weight, down.bias)
-    before, calls = overlap.nbytes, Calls(overlap.workspace._buffers.values())
+    before, calls = overlap.nbytes, Calls(overlap.buffers._buffers.values())
     for seed in range(2):
         torch.manual_seed(seed)
         x, g = torch.randn(2, ROWS, WIDTH, dtype=torch.float64)
@@ -129,7 +128,7 @@ def check_cta_limits(comm: Communicator, end: str) -> None:
     for layer in layers:
         layer(torch.ones(comm.size, WIDTH)).sum().backward()
     with make_overlap(parent, "capped ring") as overlap:  # its windows belong to the child communicator
-        assert overlap.workspace.carrier is children[0]
+        assert overlap.buffers.carrier is children[0]
         overlap.matmul_reduce_scatter(torch.ones(ROWS, WIDTH).double(), torch.ones(HIDDEN, WIDTH).double())
     assert parent._dependents == children
     getattr(parent, end)()

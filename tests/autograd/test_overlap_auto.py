@@ -28,9 +28,9 @@ from torch import nn
 
 import pynccl_autograd as ad
 from pynccl import Communicator
-from pynccl.comm.observers import observing
 from pynccl_autograd import OverlapConfig
-from pynccl_autograd.overlap import routes, tune
+from pynccl_autograd.overlap import choose, saved, tune
+from pynccl_autograd.overlap.lanes import observing
 from pynccl_autograd.overlap.schedules import TOO_FEW
 
 
@@ -165,7 +165,7 @@ def ask_again(comm: Communicator, slower: bool) -> list[Any]:
         for _ in range(40 + tune.ASK_ROUNDS * tune.EVERY):
             call()
         (decision,) = ad.overlap.decisions(layer)
-        won = [one["schedule"] for one in routes.won.values()]
+        won = [one["schedule"] for one in saved.won.values()]
     return [*schedules.chosen, decision.schedule, decision.settled, decision.reason.split(";")[0], won]
 
 
@@ -195,7 +195,7 @@ def keep_winners(comm: Communicator) -> list[str]:
             call(64)
         found.append(ad.overlap.decisions(layer)[0].schedule)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(routes, "MAX_PASSES", 20)
+            patch.setattr(choose, "MAX_PASSES", 20)
             for rows in range(65, 110):
                 call(rows)
             call(64)
@@ -217,7 +217,7 @@ def untried_decisions(comm: Communicator) -> list[Any]:
         found += [(row.decision.schedule, row.decision.reason, row.decision.settled) for row in report.rows()]
     many = nn.Identity()
     with tune_small_layers(), torch.no_grad():
-        for more in range(routes.MAX_SHAPES + 3):
+        for more in range(choose.MAX_SHAPES + 3):
             x = torch.randn(comm.size * (64 + more), IN)
             ad.matmul_reduce_scatter(x, torch.ones(OUT, IN), comm, owner=many)
         decisions = ad.overlap.decisions(many)
@@ -229,8 +229,8 @@ def test_small_matmuls_and_too_many_shapes_are_not_tried(ranks: RankPool) -> Non
         assert found == [
             ("off", TOO_FEW, True),
             ("off", "round 1 of a race", False),
-            routes.MAX_SHAPES,
-            routes.MAX_SHAPES + 3,
+            choose.MAX_SHAPES,
+            choose.MAX_SHAPES + 3,
             "16 numbers of rows were tried before; ad.overlap.retry(layer)"[:50],
         ]
 

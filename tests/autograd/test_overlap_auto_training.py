@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import pynccl_autograd as ad
 from pynccl import Communicator
-from pynccl.comm.observers import observing
-from pynccl_autograd.overlap.routes import MAX_SHAPES
+from pynccl_autograd.overlap.choose import MAX_SHAPES
+from pynccl_autograd.overlap.lanes import observing
 
 STEPS = 28  # short races of 22 and 24 calls, the decisions, and some after them
 BLOCKS = 2

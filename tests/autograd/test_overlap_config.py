@@ -13,7 +13,7 @@ from ranks import RankPool
 import pynccl_autograd as ad
 from pynccl import Communicator
 from pynccl_autograd import OverlapConfig
-from pynccl_autograd.overlap.config import as_config
+from pynccl_autograd.overlap.keys import as_config
 
 RING = OverlapConfig("ring", num_comm_ctas=1)
 PIPELINE = OverlapConfig("slices", chunks=4, num_comm_ctas=16)

@@ -25,8 +25,8 @@ from torch import nn
 
 import pynccl_autograd as ad
 from pynccl import Communicator
-from pynccl.comm.observers import observing
-from pynccl_autograd.overlap import routes
+from pynccl_autograd.overlap import saved
+from pynccl_autograd.overlap.lanes import observing
 
 
 def try_and_save(comm: Communicator, path: str) -> dict[str, str]:
@@ -101,7 +101,7 @@ def test_files_not_written_by_save_raise(tmp_path: Path) -> None:
             path.write_bytes(content)
             with pytest.raises(ValueError, match=r"overlap\.load: .*decisions\.json is not a file of ad"):
                 ad.overlap.load(path)
-            assert routes.from_files == {}, content
+            assert saved.from_files == {}, content
     path.write_text('{"version": 1, "decisions": {}}')
     with pytest.raises(ValueError, match=r"overlap\.load: .*decisions\.json has version 1, expected 2; run"):
         ad.overlap.load(path)

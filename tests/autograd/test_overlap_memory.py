@@ -16,18 +16,18 @@ from torch import Tensor
 import pynccl_autograd as ad
 from pynccl import Communicator
 from pynccl_autograd import OverlapConfig
-from pynccl_autograd.overlap import reducing
-from pynccl_autograd.overlap.workspace import workspace_of
+from pynccl_autograd.overlap import reduce
+from pynccl_autograd.overlap.buffers import buffers_of
 
 SEQUENCE, WIDTH = 64, 32
 SLICES = OverlapConfig("slices", chunks=3)
 
 
 def held_resources(comm: Communicator) -> tuple[int, int, int]:
-    """Return the bytes of the workspace, the number of tensors and the number of threads."""
+    """Return the bytes of the buffers, the number of tensors and the number of threads."""
     gc.collect()
     tensors = sum(issubclass(type(each), Tensor) for each in gc.get_objects())
-    return workspace_of(comm).nbytes, tensors, threading.active_count()
+    return buffers_of(comm).nbytes, tensors, threading.active_count()
 
 
 def many_steps(comm: Communicator) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
@@ -75,25 +75,25 @@ FAILURES: list[tuple[str, OverlapConfig, Any, str]] = [
     ("matmul_reduce_scatter", SLICES, Communicator, "all_gather"),
     ("matmul_all_reduce", SLICES, Communicator, "all_reduce"),
     ("copy_matmul", SLICES, Communicator, "all_reduce"),
-    ("matmul_reduce_scatter", OverlapConfig("exchange", chunks=3), reducing, "sum_in_order"),
+    ("matmul_reduce_scatter", OverlapConfig("exchange", chunks=3), reduce, "sum_in_order"),
 ]
 
 
 def check_after_errors(comm: Communicator) -> list[str]:
     """Return what is wrong after the first, second or third call of a function has raised."""
-    workspace, wrong = workspace_of(comm), []
+    buffers, wrong = buffers_of(comm), []
     for name, config, owner, what in FAILURES:
-        workspace.drop()
+        buffers.drop()
         expected = results(name, config, comm)
-        needed = workspace.nbytes
+        needed = buffers.nbytes
         for at in range(3):
             with pytest.MonkeyPatch.context() as patch:
                 fail_once(patch, owner, what, at)
                 with pytest.raises(InjectedError):
                     results(name, config, comm)
-            if workspace._lock.locked() or workspace.nbytes:
-                wrong.append(f"{name}, {what} {at}: the workspace is kept, {workspace.nbytes} bytes")
-            if not same_bits(results(name, config, comm), expected) or workspace.nbytes != needed:
+            if buffers._lock.locked() or buffers.nbytes:
+                wrong.append(f"{name}, {what} {at}: the buffers are kept, {buffers.nbytes} bytes")
+            if not same_bits(results(name, config, comm), expected) or buffers.nbytes != needed:
                 wrong.append(f"{name}, {what} {at}: the next call gives other bits")
     return wrong
 

@@ -12,7 +12,7 @@ from torch import nn
 import pynccl_autograd as ad
 from pynccl import Communicator
 from pynccl_autograd import OverlapConfig
-from pynccl_autograd.overlap.reporting import Report, Row
+from pynccl_autograd.overlap.report import Report, Row
 
 WIDTH, HIDDEN, ROWS = 16, 32, 64
 

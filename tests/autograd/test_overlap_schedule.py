@@ -9,16 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from async_lanes import deferred_lanes, poisoned_workspaces
+from async_lanes import deferred_lanes, poisoned_buffers
 from ranks import RankPool
 from test_overlap import CASES, shard
 from torch import Tensor
 
 import pynccl_autograd as ad
 from pynccl import Communicator
-from pynccl.comm.observers import Observer, observing
 from pynccl_autograd import OverlapConfig
-from pynccl_autograd.overlap.lanes import Lane, Lanes, Point
+from pynccl_autograd.overlap.lanes import Lane, Lanes, Observer, Point, observing
 
 ROWS, WIDTH = 12, 12  # divisible by 2, 3 and 4
 ONE_STREAM = (
@@ -71,7 +70,7 @@ def differing_results(comm: Communicator, name: str) -> list[str]:
         for more in ({}, MORE[name]):
             expected = results(name, config, comm, **more)
             for seed, max_delay in ((0, 0.0), (comm.rank, 0.0005)):  # in seconds, several operations long
-                with poisoned_workspaces(), deferred_lanes(seed, max_delay):
+                with poisoned_buffers(), deferred_lanes(seed, max_delay):
                     if not same_bits(results(name, config, comm, **more), expected):
                         differ.append(f"{config}, {more}, up to {max_delay} s late")
     return differ
@@ -92,7 +91,7 @@ class Order(Observer):
         self.passes[-1].append(f"{name} on {lane.name}")
 
     def waited(self, lane: Lane, point: Point) -> None:
-        self.passes[-1].append(f"{lane.name} waits {point.lane.name}")
+        self.passes[-1].append(f"{lane.name} waits {point.lane}")
 
     def closed(self, lanes: Lanes) -> None:
         self.passes.append([])

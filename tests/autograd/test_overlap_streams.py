@@ -18,9 +18,9 @@ from torch import Tensor
 import pynccl
 from pynccl_autograd import streams
 from pynccl_autograd.overlap import lanes
+from pynccl_autograd.overlap.buffers import Buffers
 from pynccl_autograd.overlap.lanes import Lanes
 from pynccl_autograd.overlap.matmul import copy
-from pynccl_autograd.overlap.workspace import Workspace
 
 
 class FakeStream:
@@ -78,7 +78,7 @@ def caller(log: list[str], monkeypatch: pytest.MonkeyPatch) -> Caller:
     monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: FakeStream("comm"))
     monkeypatch.setattr(pynccl, "create_stream", lambda *_, **__: SimpleNamespace(handle=0x51DE))
     monkeypatch.setattr(streams, "_sides", weakref.WeakKeyDictionary())
-    monkeypatch.setattr(lanes, "_seconds", {})
+    monkeypatch.setattr(lanes, "_second_streams", {})
     monkeypatch.setattr(lanes, "_spares", weakref.WeakKeyDictionary())
     return caller
 
@@ -132,14 +132,14 @@ def second_stream(comm: Any) -> Any:
     return Lanes(comm, compute_streams=2)._computing[1].stream.name  # type: ignore[attr-defined]
 
 
-def buffer_of(work: Workspace) -> Tensor:
-    with work.lent(TENSOR_LIKE) as lent:
-        return lent.empty("gathered", (100,), TENSOR_LIKE)
+def buffer_of(work: Buffers) -> Tensor:
+    with work.acquire(TENSOR_LIKE) as acquired:
+        return acquired.empty("gathered", (100,), TENSOR_LIKE)
 
 
 def test_torch_memory_is_reused_only_on_the_stream_that_allocated_it(caller: Caller, log: list[str]) -> None:
     """Dropped memory returns to its stream, which can reuse it at once."""
-    work = Workspace()
+    work = Buffers()
     first = buffer_of(work)
     assert buffer_of(work).data_ptr() == first.data_ptr()
     with caller.under(FakeStream("another")):
@@ -153,10 +153,10 @@ def test_torch_memory_is_reused_only_on_the_stream_that_allocated_it(caller: Cal
 
 def test_an_operation_ends_on_the_stream_where_it_began(caller: Caller, log: list[str]) -> None:
     """The last slice can be consumed, or garbage collected, under another stream."""
-    work = Workspace(lambda nbytes, device: torch.empty(nbytes, dtype=torch.uint8))  # an allocator that ignores streams
-    lent = work.lent(TENSOR_LIKE)
-    lent.__enter__()
+    work = Buffers(lambda nbytes, device: torch.empty(nbytes, dtype=torch.uint8))  # an allocator that ignores streams
+    acquired = work.acquire(TENSOR_LIKE)
+    acquired.__enter__()
     with caller.under(FakeStream("another")):
-        lent.__exit__(None, None, None)
+        acquired.__exit__(None, None, None)
         buffer_of(work)
     assert log == ["another waits for an event of main"]

@@ -12,8 +12,7 @@ from torch import Tensor
 
 import pynccl_autograd as ad
 from pynccl import Communicator
-from pynccl.comm.observers import Observer
-from pynccl_autograd.overlap.lanes import Lane
+from pynccl_autograd.overlap.lanes import Lane, Observer
 from pynccl_autograd.streams import side_stream
 
 # Divisible by 1, 2 and 4 ranks. The rows are not divisible by all chunk counts.

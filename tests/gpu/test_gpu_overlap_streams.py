@@ -27,9 +27,8 @@ from gpu.overlapped import (
 from torch import Tensor
 
 from pynccl import Communicator
-from pynccl.comm.observers import observing
 from pynccl_autograd import OverlapConfig
-from pynccl_autograd.overlap.lanes import seconds_between
+from pynccl_autograd.overlap.lanes import observing, seconds_between
 
 SCHEDULES = {
     "slices": OverlapConfig("slices", chunks=3),

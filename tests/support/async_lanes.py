@@ -1,4 +1,4 @@
-"""deferred_lanes and poisoned_workspaces: run overlapped layers on a CPU asynchronously, as on a GPU."""
+"""deferred_lanes and poisoned_buffers: run overlapped layers on a CPU asynchronously, as on a GPU."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from torch import Tensor
 
 import pynccl
 from pynccl import Communicator
-from pynccl.comm.observers import Observer, observers, observing
 from pynccl_autograd.overlap import lanes as lanes_module
-from pynccl_autograd.overlap.lanes import HostLane, Lane, Lanes, Point
-from pynccl_autograd.overlap.slices import PendingSlices
-from pynccl_autograd.overlap.workspace import Workspace
+from pynccl_autograd.overlap.buffers import Buffers, Fresh
+from pynccl_autograd.overlap.handoff import PendingSlices
+from pynccl_autograd.overlap.lanes import HostLane, Lane, Lanes, Observer, Point, observers, observing
 from pynccl_autograd.streams import side_stream
 
 _POISON = 0xFF  # with this in every byte, every floating-point type is NaN
@@ -97,28 +96,28 @@ def deferred_lanes(seed: int = 0, max_delay: float = 0.0) -> Iterator[None]:
 
 
 @contextmanager
-def poisoned_workspaces() -> Iterator[None]:
+def poisoned_buffers() -> Iterator[None]:
     """Context manager that fills the buffers between collectives and matmuls with NaN before and after each operation,
     so that a read that is too early or too late shows in the result."""
-    plain_make, plain_lent = Workspace._make, Workspace.lent
+    plain_make, plain_acquire = Buffers._make, Buffers.acquire
 
-    def make(self: Workspace, role: str, *args: Any) -> None:
+    def make(self: Buffers, role: str, *args: Any) -> None:
         plain_make(self, role, *args)
         self._buffers[role].fill_(_POISON)
 
     @contextmanager
-    def lent(self: Workspace, like: Tensor) -> Iterator[Workspace]:
-        with plain_lent(self, like) as work:
-            _poison(work)
-            yield work
-            _poison(work)
+    def acquire(self: Buffers, like: Tensor) -> Iterator[Buffers | Fresh]:
+        with plain_acquire(self, like) as acquired:
+            _poison(acquired)
+            yield acquired
+            _poison(acquired)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Workspace, "_make", make)
-        patch.setattr(Workspace, "lent", lent)
+        patch.setattr(Buffers, "_make", make)
+        patch.setattr(Buffers, "acquire", acquire)
         yield
 
 
-def _poison(work: Workspace) -> None:
-    for buffer in work._buffers.values():
+def _poison(buffers: Buffers | Fresh) -> None:
+    for buffer in buffers._buffers.values() if isinstance(buffers, Buffers) else ():
         buffer.fill_(_POISON)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 import pynccl_autograd as ad
 from pynccl import Communicator
-from pynccl.comm.observers import Observer, observing
-from pynccl_autograd.overlap import routes, schedules, tune
+from pynccl_autograd.overlap import choose, saved, schedules, tune
+from pynccl_autograd.overlap.lanes import Observer, observing
 
 ROWS = 288  # of the full input: enough for 8 slices, and divisible by 2, 3 and 4 ranks
 IN, OUT = 24, 48
@@ -57,9 +57,9 @@ def tune_small_layers(clock: tune.Clock | None = None) -> Iterator[None]:
         patch.setattr(schedules, "MIN_FLOP", 0.0)
         patch.setattr(tune, "STARTS", STARTS)
         patch.setattr(tune, "clock", clock or tune.clock)
-        patch.setattr(routes, "won", {})
-        patch.setattr(routes, "from_files", {})
-        patch.setattr(routes, "by_comm", weakref.WeakKeyDictionary())
+        patch.setattr(saved, "won", {})
+        patch.setattr(saved, "from_files", {})
+        patch.setattr(choose, "by_comm", weakref.WeakKeyDictionary())
         yield
 
 

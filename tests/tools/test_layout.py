@@ -52,9 +52,9 @@ ORDER: dict[str, str] = {
         torch_internals names recompute wire arguments mesh agreement rng checks compiled collective
         ops.coalesced ops.all_reduce ops.all_gather ops.extremes ops.rooted ops.all_to_all ops.permute ops.halo
         operators streams work
-        overlap.config overlap.workspace overlap.schedules overlap.tune overlap.routes overlap.unfused overlap.lanes
-        overlap.trace overlap.reporting overlap.limits overlap.matmul overlap.gathering overlap.reducing
-        overlap.passes overlap.slices overlap.patterns overlap.functions overlap.comm_overlap
+        overlap.config overlap.keys overlap.schedules overlap.tune overlap.saved overlap.buffers overlap.lanes
+        overlap.choose overlap.trace overlap.report overlap.limits overlap.unfused overlap.matmul overlap.gather
+        overlap.reduce overlap.call overlap.handoff overlap.linear overlap.functions overlap.te
         overlap layers.dtensors layers.shard layers.shards layers.in_flight layers.gradients layers.linear
         layers.vocabulary layers.dropout layers.plan layers.plan_checks layers.same_input layers.hooks layers.replace
         layers.buckets layers.data_parallel layers.optimizers layers.scaler

@@ -14,8 +14,8 @@ from ranks import RankPool
 
 import pynccl_autograd as ad
 from pynccl import Communicator, chrome_trace as chrome
-from pynccl.comm.observers import observers
 from pynccl_autograd import ColumnParallelLinear, OverlapConfig
+from pynccl_autograd.overlap.lanes import observers
 from pynccl_autograd.overlap.trace import Interval, Operation, recording
 
 

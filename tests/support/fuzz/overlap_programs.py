@@ -21,10 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 import pynccl_autograd as ad
 from pynccl import Communicator
-from pynccl.comm.observers import Observer, observing
 from pynccl_autograd import OverlapConfig
 from pynccl_autograd.overlap import schedules, tune
-from pynccl_autograd.overlap.lanes import Lane
+from pynccl_autograd.overlap.lanes import Lane, Observer, observing
 
 # Relative to the largest value, for sums of up to some hundred products.
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 6e-3}

@@ -18,17 +18,32 @@ from ..streams import is_capturing
 ALIGNMENT = 256  # bytes; of torch's own allocator on GPUs is 512
 
 
-class Workspace:
+class Fresh:
+    """Buffers of one pass, new from torch's allocator: without overlap, and in the capture of a CUDA graph."""
+
+    window = interrupted = False
+
+    def empty(self, role: str, shape: Sequence[int], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a buffer as an uninitialized tensor of this shape."""
+        return like.new_empty(shape, dtype=dtype)
+
+
+FRESH = Fresh()
+
+
+class Buffers:
     """Buffers by role. Each grows to the largest requested size, so that later training steps allocate nothing.
 
-    A buffer is free again when its operation has ended on the caller's stream. A caller on another stream gets new
-    buffers, because torch returns memory to the stream that allocated it. If the allocator is not stream-aware, the
-    caller gets the same buffers, and its stream first waits for the end of the last operation. One operation uses the
-    workspace at a time. A concurrent operation of another thread, or a CUDA graph capture, gets memory of its own.
+    A buffer is free again when its pass has ended on the caller's stream. A caller on another stream gets new buffers,
+    because torch returns memory to the stream that allocated it. If the allocator is not stream-aware, the caller gets
+    the same buffers, and its stream first waits for the end of the last pass. One pass uses them at a time. A
+    concurrent pass of another thread, or a CUDA graph capture, gets memory of its own.
 
-    allocate  (bytes, device) -> a uint8 tensor that outlives the work issued; None: torch's allocator
-    fixed     name of the owner, if the buffers are reserved once and do not grow
-    carrier   the communicator that communicates the buffers; None: that of the operation
+    allocate     (bytes, device) -> a uint8 tensor that outlives the work issued; None: torch's allocator
+    fixed        name of the owner, if the buffers are reserved once and do not grow
+    carrier      the communicator that communicates the buffers; None: that of the pass
+    window       whether the reserved buffers are in symmetric windows of the carrier
+    interrupted  whether the last pass raised: its work may still be using the buffers
     """
 
     def __init__(
@@ -38,14 +53,13 @@ class Workspace:
         carrier: Communicator | None = None,
     ) -> None:
         self.carrier = carrier
+        self.window = self.interrupted = False
         self._allocate, self._stream_aware = allocate or _torch_empty, allocate is None
         self._fixed = fixed
-        self.interrupted = False  # the last operation raised: its work may still be using the buffers
         self._buffers: dict[str, Tensor] = {}
         self._reserved: set[str] = set()
-        self.window = False  # whether the reserved buffers are in symmetric windows of the carrier
         self._lock = threading.Lock()
-        self._stream: object = None  # of the last operation
+        self._stream: object = None  # of the last pass
         self._last: torch.cuda.Event | None = None  # its end
 
     @property
@@ -54,7 +68,7 @@ class Workspace:
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def reserve(self, role: str, nbytes: int, device: torch.device) -> None:
-        """Allocate the buffer of a role. In a fixed workspace, the roles that are not reserved use torch's memory."""
+        """Allocate the buffer of a role. If they are fixed, the roles that are not reserved use torch's memory."""
         self._make(role, nbytes, device, self._allocate)
         self._reserved.add(role)
 
@@ -81,16 +95,15 @@ class Workspace:
                     "largest tensor to communicate, and do not use it after close()"
                 )
             self._buffers.pop(role, None)  # before the larger one is allocated
-            allocate = self._allocate if self._fixed is None else _torch_empty
-            self._make(role, nbytes, like.device, allocate)
+            self._make(role, nbytes, like.device, self._allocate if self._fixed is None else _torch_empty)
             buffer = self._buffers[role]
         return buffer[:nbytes].view(dtype).view(tuple(shape))
 
     @contextmanager
-    def lent(self, like: Tensor) -> Iterator[Workspace]:
-        """Lend the workspace to one operation. If it raises, drop the buffers, since they may still be in use."""
+    def acquire(self, like: Tensor) -> Iterator[Buffers | Fresh]:
+        """Acquire the buffers for one pass. If it raises, drop them, since they may still be in use."""
         if (like.is_cuda and is_capturing(like.device)) or not self._lock.acquire(blocking=False):
-            yield Workspace(None)
+            yield FRESH
             return
         stream = None
         try:
@@ -123,12 +136,12 @@ def _torch_empty(nbytes: int, device: torch.device) -> Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
-_workspaces: weakref.WeakKeyDictionary[Communicator, Workspace] = weakref.WeakKeyDictionary()
+_buffers: weakref.WeakKeyDictionary[Communicator, Buffers] = weakref.WeakKeyDictionary()
 
 
-def workspace_of(comm: Communicator) -> Workspace:
-    """Return the workspace of all operations on a communicator that have none of their own."""
-    found = _workspaces.get(comm)
+def buffers_of(comm: Communicator) -> Buffers:
+    """Return the buffers of all passes on a communicator that have none of their own."""
+    found = _buffers.get(comm)
     if found is None:
-        found = _workspaces[comm] = Workspace()
+        found = _buffers[comm] = Buffers()
     return found

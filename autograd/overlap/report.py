@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from pynccl.bindings.values import attribute, instance
-from pynccl.comm.observers import observing
 
 from ..names import plain_name
-from .config import as_config
+from .keys import as_config
+from .lanes import observing
 from .schedules import Decision
 from .trace import Operation, Trace
 

@@ -30,11 +30,11 @@ from pynccl.bindings.values import attribute, instance, integer, shown
 from ..agreement import gathered
 from ..arguments import as_int, as_list, check_comm, check_type
 from ..streams import share_side_streams, side_stream
+from .buffers import Buffers
 from .config import OverlapConfig
 from .functions import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from .lanes import Lanes
 from .limits import limited
-from .workspace import Workspace
 
 CTA_POLICY_ZERO = 0x02  # NCCL_CTA_POLICY_ZERO
 HOST_ID = "NCCL_HOSTID"  # overrides the host name, as in NCCL
@@ -166,15 +166,15 @@ class CommOverlap(Shared):
         if copy_engines:
             self._carrier = self._split_off()
         self._carrier, _ = limited(self._carrier, config, config.method)  # windows belong to this one
-        self.workspace = Workspace(self._allocate, fixed=name, carrier=self._carrier)
+        self.buffers = Buffers(self._allocate, fixed=name, carrier=self._carrier)
         for role, rows in rows_of(math.prod(shape[:-1]), self.comm.size).items():
             nbytes = rows * shape[-1] * dtype.itemsize
-            self.workspace.reserve(role, nbytes, torch.device(self.comm.device))
-        self.workspace.window = self.memory == "window"
+            self.buffers.reserve(role, nbytes, torch.device(self.comm.device))
+        self.buffers.window = self.memory == "window"
 
     @property
     def nbytes(self) -> int:
-        return self.workspace.nbytes
+        return self.buffers.nbytes
 
     def _split_off(self) -> Communicator:
         """Split off a communicator that uses copy engines. Raises NcclVersionError if NCCL is too old."""
@@ -239,8 +239,7 @@ class CommOverlap(Shared):
         for name, one in (("send", send), ("recv", recv)):
             instance(one, Tensor, f"bulk: {name}", "a torch.Tensor")
         comm, limit = limited(self._carrier, self.config, "bulk")
-        lanes = Lanes(comm, priority=self.config.priority, config=limit)
-        with lanes:
+        with Lanes(comm, priority=self.config.priority, config=limit) as lanes:
             lanes.comm.wait(lanes.start)
             lanes.collective(collective, send.detach(), recv.detach(), *args)
             yield recv
@@ -249,7 +248,7 @@ class CommOverlap(Shared):
         """Free the buffers. Call it on every rank when nothing uses them any more. A second call does nothing."""
         if self._closing:
             self._wait()
-        self.workspace.drop()
+        self.buffers.drop()
         closing, self._closing = self._closing, []
         for close in reversed(closing):
             close()

@@ -1,0 +1,257 @@
+"""A call of a linear layer with a collective: its checked arguments, how its passes run, and its parameter gradients.
+
+The Functions of linear.py apply to plain tensors in memory, outside of tracing and function transforms. Everything
+else, and derivatives of derivatives, use the operations of unfused.py, which support tracing and transforms.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pynccl import Communicator
+from pynccl.bindings.values import attribute, shown
+from pynccl.watch.attribution import attribute_calls
+
+from .. import collective
+from ..agreement import check_not_in_group
+from ..arguments import check_reduce_dtype, check_type
+from ..collective import record_forward_call, require_grad
+from ..torch_internals import accumulates, dispatch_modes, has_storage, in_forward_mode, transforms_active
+from ..wire import Dtype
+from .buffers import Buffers, buffers_of
+from .choose import choose, pass_key, pass_of, x_needs_grad
+from .config import AUTO, OverlapConfig
+from .keys import Overlap, as_config
+from .lanes import Lane, Lanes, observers
+from .limits import limited
+from .matmul import add_outer_rows, add_sum_rows, outer_rows, sum_rows
+from .schedules import PassKey, is_tiny
+from .tune import NOT_SCHEDULED, ScheduledCall
+from .unfused import check_input, into_main_grad
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class Call:
+    """The checked arguments of a call of one of the functions of functions.py, except its tensors.
+
+    main_grad, parameter  passes that accumulate gradients add the weight's gradient to main_grad of this parameter;
+                          main_grad None: they return it
+    owner                 the layer that made the call, for decisions and the report
+    caller                name of the layer, or of the function, for errors
+    buffers               those of a CommOverlap
+    forward               how this call's forward pass runs
+    backward              the key of its backward pass; None: it does not overlap
+    needs_dx              whether the backward pass computes the gradient of x, see `x_needs_grad`
+    """
+
+    def __init__(
+        self,
+        name: str,
+        kind: str,
+        x: Tensor,
+        w: Tensor,
+        comm: Communicator,
+        bias: Tensor | None,
+        overlap: Overlap,
+        reduce_dtype: Dtype,
+        fused: bool,
+        owner: Any,
+    ) -> None:
+        if owner is not None and not isinstance(owner, nn.Module):
+            raise TypeError(f"{name}: owner is {shown(owner)}, expected the module that makes the call, or None")
+        self.caller = caller = name if owner is None else type(owner).__name__
+        check_input(caller, x, w, comm, bias)
+        self.name, self.kind, self.comm, self.owner = name, kind, comm, owner
+        self.config = as_config(caller, overlap, kind)
+        self.buffers: Buffers | None = attribute(overlap, "buffers")
+        found = check_reduce_dtype(caller, x, reduce_dtype)
+        self.reduce_dtype = None if found is x.dtype else found  # of sums in flight; None for that of x
+        self.parameter, self.main_grad = w, main_grad_of(caller, w, fused)
+        self.forward, self.needs_dx = NOT_SCHEDULED, False
+        self.backward: PassKey | None = None
+
+    @property
+    def weight(self) -> Tensor:
+        return into_main_grad(self.parameter, self.main_grad)
+
+    def schedule(
+        self, x: Tensor, bias: Tensor | None, rows: int, forward: str | None, backward: str | None
+    ) -> tuple[Tensor, Tensor, Tensor | None] | None:
+        """Schedule the passes, and return x, w and bias for the Function. None: it does not apply, use unfused.py. All
+        ranks take the same branch.
+
+        rows               of all ranks
+        forward, backward  the patterns of the passes; None for a pass that communicates nothing"""
+        tensors = cast(self.comm, x, self.weight, bias)
+        if tensors is None:
+            return None
+        check_not_in_group(self.caller)
+        comm, config, w, training = self.comm, self.config, tensors[1], torch.is_grad_enabled()
+        self.needs_dx = training and x.requires_grad
+        if training and self.kind == "column":
+            self.needs_dx = x_needs_grad(comm, self.owner, x.requires_grad)
+            backward = backward if self.needs_dx else None
+        quick = config is AUTO and not observers and is_tiny(comm, rows, *w.shape)  # a shortcut to the same decision
+        if not quick and not config.method == config.backward.method == "off":
+            if training and backward:
+                self.backward = pass_key(backward, rows, w, config.backward, self.reduce_dtype)
+            if forward:
+                key = pass_key(forward, rows, w, config, self.reduce_dtype)
+                self.forward = choose(comm, self.owner, key)
+        return require_grad(tensors[0]), w, tensors[2]
+
+    def forward_pass(self, like: Tensor) -> contextlib.AbstractContextManager[Lanes]:
+        """Return a context manager that begins and ends the forward pass: its lanes, buffers and clock."""
+        return self._pass(self.forward, self.config, like)
+
+    def backward_pass(self, like: Tensor) -> contextlib.AbstractContextManager[Lanes]:
+        """The same for the backward pass."""
+        scheduled = pass_of(self.comm, self.owner, self.backward) if self.backward else NOT_SCHEDULED
+        return self._pass(scheduled, self.config.backward, like)
+
+    @contextmanager
+    def _pass(self, scheduled: ScheduledCall, config: OverlapConfig, like: Tensor) -> Iterator[Lanes]:
+        check_not_in_group(self.caller)
+        decision = scheduled.decision
+        with scheduled.timed(like):
+            if decision is None or decision.method == "off":
+                with Lanes(self.comm, "off") as p:
+                    yield p
+                return
+            method, buffers = decision.method, self.buffers or buffers_of(self.comm)
+            comm, limit = limited(buffers.carrier or self.comm, config, method)
+            if observers and self.buffers is not None:
+                windows = "in" if buffers.window and method != "ring" else "not in"
+                decision = replace(decision, reason=f"{decision.reason}; {windows} symmetric windows")
+            schedule = (method, decision.chunks, config.aggregate, decision.compute_streams, config.priority)
+            with (
+                buffers.acquire(like) as acquired,
+                Lanes(comm, *schedule, limit, acquired, self.owner, decision) as p,
+            ):
+                if acquired.interrupted:
+                    p.main.wait_lane(p.comm)
+                yield p
+
+    def save(self, ctx: Any) -> None:
+        """Save what `in_backward` needs. Call it after the communication of the forward pass."""
+        ctx.matmul_call = self
+        record_forward_call(ctx, self.comm, self.name)
+
+    def weight_grad(self, w: Tensor, needed: bool, products: int = 1) -> Grad:
+        """Return the gradient of w [n, k]. Several products are accumulated in at least float32."""
+        into = self.main_grad if needed and self.main_grad is not None and accumulates(self.parameter) else None
+        return Grad((outer_rows, add_outer_rows), w, w.shape, needed, products, into)
+
+    def bias_grad(self, w: Tensor, needed: bool, products: int = 1) -> Grad:
+        """Return the gradient of the bias [n]."""
+        return Grad((sum_rows, add_sum_rows), w, w.shape[:1], needed, products)
+
+
+@contextmanager
+def in_backward(ctx: Any, replicated: Sequence[Tensor] = ()) -> Iterator[Call]:
+    """Enter a backward pass, and return its call. Then the saved tensors can be read.
+
+    The flight recorder shows the collectives with the call site of the forward call.
+
+    replicated  the cotangent that must be equal on all ranks"""
+    call: Call = ctx.matmul_call
+    with attribute_calls(f"{type(ctx).__name__.removesuffix('Backward')}.backward", ctx.site):
+        collective.enter_backward(ctx, call.comm, replicated)
+        yield call
+
+
+def needs_graph(*tensors: Tensor | None) -> bool:
+    """Return whether a backward pass must itself be differentiable, or is traced: it then uses unfused.py."""
+    return torch.is_grad_enabled() or not is_plain(*tensors)
+
+
+def is_plain(*tensors: Tensor | None) -> bool:
+    """Return whether a pass may use the memory of these tensors, that is, without tracing or function transforms."""
+    if transforms_active() or in_forward_mode() or dispatch_modes():
+        return False
+    return all(t is None or (not t.is_meta and has_storage(t) and not t.is_neg()) for t in tensors)
+
+
+def cast(comm: Communicator, x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    """Return the tensors for the Function, or None if it does not apply.
+
+    torch.autocast applies before the communication, so that tensors travel in the autocast type."""
+    if comm.size == 1 or torch.compiler.is_compiling():
+        return None
+    if x.dim() < 2 or not x.numel() or not w.numel() or not is_plain(x, w, bias):
+        return None
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, w = (t if t.dtype is torch.float64 else t.to(dtype) for t in (x, w))
+        bias = bias if bias is None or bias.dtype is torch.float64 else bias.to(dtype)
+    same_dtype = x.dtype in _DTYPES and x.dtype is w.dtype and (bias is None or bias.dtype is x.dtype)
+    return (x, w, bias) if same_dtype else None
+
+
+def main_grad_of(operation: str, w: Tensor, fused: bool) -> Tensor | None:
+    """Return w.main_grad if gradients are accumulated there (`fused`), else None."""
+    check_type(f"{operation}: grad_accumulation_fusion", "bool", fused)
+    if not fused:
+        return None
+    found = getattr(w, "main_grad", None)
+    if isinstance(found, Tensor) and found.shape == w.shape and found.device == w.device:
+        return found
+    actual = f"{tuple(found.shape)} on {found.device}" if isinstance(found, Tensor) else shown(found)
+    raise ValueError(
+        f"{operation}: grad_accumulation_fusion=True adds to weight.main_grad, which is {actual}; "
+        f"expected a tensor {tuple(w.shape)} on {w.device}; set weight.main_grad = torch.zeros_like(weight, "
+        "dtype=torch.float32)"
+    )
+
+
+class Grad:
+    """The gradient of a parameter: a sum over pieces of rows, in the order of a lane.
+
+    first, more  issue the first product, and add another one
+    into         add to this tensor, and return no gradient: `IntoMainGrad` marks the parameter"""
+
+    def __init__(
+        self,
+        work: tuple[Callable[..., None], Callable[..., None]],
+        w: Tensor,
+        shape: Sequence[int],
+        needed: bool,
+        products: int,
+        into: Tensor | None = None,
+    ) -> None:
+        self._first, self._more = work
+        self._dtype, self._into, self._started = w.dtype, into, into is not None
+        wide = products > 1 and w.dtype.itemsize < 4
+        dtype = torch.float32 if wide else w.dtype
+        self._sum = into if into is not None or not needed else w.new_empty(shape, dtype=dtype)
+
+    def add(self, lane: Lane, *rows: Tensor) -> None:
+        """Add the product of rows, each [q, rows, ..]: dy, and x for a weight."""
+        if self._sum is None:
+            return
+        if self._started:
+            lane.run(self._more, *rows, self._sum, out=self._sum)
+        else:
+            lane.run(self._first, *rows, out=self._sum)
+        self._started = True
+
+    def result(self) -> Tensor | None:
+        return None if self._sum is None or self._into is not None else self._sum.to(self._dtype)
+
+
+def flat_rows(x: Tensor) -> Tensor:
+    """Return x [.., k] as contiguous rows [m, k]."""
+    return x.reshape(-1, x.shape[-1]).contiguous()
+
+
+def rows_by_rank(x: Tensor, size: int) -> Tensor:
+    """Return x [.., k] as contiguous rows [N, m, k]."""
+    return flat_rows(x).unflatten(0, (size, -1))

@@ -1,0 +1,224 @@
+"""The autograd Functions of a linear layer with a collective before or after it; see functions.py.
+
+N ranks with m rows each, M = N*m. A shard is this rank's part of a tensor; `full` tensors have the rows of all ranks.
+In a pass p, work runs on lanes: p.main is the caller's stream, p.comm communicates, p.compute() is a lane for matmuls.
+Without overlap, all of them are p.main, and there is one piece or part with all rows.
+
+To be differentiated itself, or traced, a backward pass uses the operations of unfused.py.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+
+from ..torch_internals import reshaped
+from . import unfused
+from .call import Call, flat_rows, in_backward, needs_graph, rows_by_rank
+from .gather import all_gather, gather_whole, keep
+from .handoff import PendingSlices
+from .matmul import add, linear_rows
+from .reduce import all_reduce, reduce_scatter
+
+
+class AllGatherMatmul(Function):
+    """Column-parallel, with a sequence that is sharded over the ranks.   n = out/N
+
+    forward    x_shard [m, k], w [n, k]         x_full [M, k] = all_gather(x_shard)       y [M, n] = x_full @ w.T + bias
+    backward   dy [M, n], dx_full [M, k]        dx_shard = reduce_scatter(dy @ w + dx_full)
+                                                dw = dy.T @ x_full                        db = sum of dy's rows
+
+    x_full is an output only if it is kept. Otherwise the backward pass gathers x_shard again, hidden behind dy @ w.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, call: Call, keeps: bool) -> tuple[Tensor, ...]:
+        size, x_shard = call.comm.size, flat_rows(x)
+        y = x_shard.new_empty(size, len(x_shard), len(w))
+        x_full = x_shard.new_empty(size, *x_shard.shape) if keeps else None
+        with call.forward_pass(x_shard) as p:
+            for piece in all_gather(p, x_shard, x_full):
+                lane = p.compute(after=piece.arrived)
+                for block in piece.blocks:
+                    lane.run(linear_rows, block.rows, w.t(), bias, out=block.of(y))
+                if x_full is not None:
+                    keep(lane, piece, x_full)
+        shape = (x.shape[0] * size, *x.shape[1:-1])
+        y = reshaped(y, (*shape, len(w)))  # not a view: the caller may modify it in place
+        x_full = None if x_full is None else reshaped(x_full, (*shape, x.shape[-1]))
+        ctx.set_materialize_grads(False)
+        ctx.shape = x.shape
+        ctx.save_for_backward(None if keeps else x, w, x_full if ctx.needs_input_grad[1] else None)
+        call.save(ctx)
+        return (y,) if x_full is None else (y, x_full)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, dx_full: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        with in_backward(ctx) as call:
+            x, w, x_full = ctx.saved_tensors
+            size, (_, needs_dw, needs_db, *_) = call.comm.size, ctx.needs_input_grad
+            if dy is None:
+                dy = w.new_zeros(ctx.shape[0] * size, *ctx.shape[1:-1], len(w))
+            if needs_graph(dy, dx_full, w):
+                grads = unfused.column_backward(call, dy, dx_full, x, w, x_full, needs_dw, needs_db)
+                return *grads, None, None
+            dy = rows_by_rank(dy, size)
+            dx_full = None if dx_full is None else rows_by_rank(dx_full, size)
+            x_shard = None if x is None else flat_rows(x)
+            dx_shard = dy.new_empty(dy.shape[1], w.shape[1]) if call.needs_dx else None
+            dw, db = call.weight_grad(w, needs_dw), call.bias_grad(w, needs_db)
+            with call.backward_pass(dy) as p:
+                sums = None if dx_shard is None else reduce_scatter(p, dx_shard, call.reduce_dtype)
+                arrived = None
+                if x_shard is not None:  # on every rank, even one that needs no weight gradient
+                    x_full, arrived = gather_whole(p, x_shard)
+                if sums is not None:
+                    for part in sums:
+                        lane = sums.lane()
+                        lane.run(linear_rows, dy[part.ranks, part.rows], w, out=part.partial)
+                        if dx_full is not None:
+                            lane.run(add, dx_full[part.ranks, part.rows], part.partial, out=part.partial)
+                        sums.launch(part, lane)
+                db.add(p.main, dy)
+                p.main.wait(arrived)
+                if x_full is not None:
+                    dw.add(p.main, dy, x_full.reshape(size, -1, w.shape[1]))
+                if sums is not None:
+                    sums.finish()
+            return None if dx_shard is None else dx_shard.view(ctx.shape), dw.result(), db.result(), None, None
+
+
+class MatmulReduceScatter(Function):
+    """Row-parallel, with an output sequence that is sharded over the ranks.   k = in/N
+
+    forward    x [M, k], w [n, k]               y_shard [m, n] = reduce_scatter(x @ w.T) + bias
+    backward   dy_shard [m, n]                  dy_full [M, n] = all_gather(dy_shard)     dx = dy_full @ w
+                                                dw = dy_full.T @ x                        db = sum of dy_full's rows
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, call: Call) -> Tensor:
+        x_rows = rows_by_rank(x, call.comm.size)
+        y_shard = x_rows.new_empty(x_rows.shape[1], len(w))
+        with call.forward_pass(x_rows) as p:
+            sums = reduce_scatter(p, y_shard, call.reduce_dtype)
+            for part in sums:
+                lane = sums.lane()
+                lane.run(linear_rows, x_rows[part.ranks, part.rows], w.t(), out=part.partial)
+                sums.launch(part, lane)
+            sums.finish()
+        if bias is not None:
+            y_shard.add_(bias)  # once, after the sum
+        ctx.has_bias = bias is not None
+        ctx.save_for_backward(x, w)
+        call.save(ctx)
+        return reshaped(y_shard, (x.shape[0] // call.comm.size, *x.shape[1:-1], len(w)))  # not a view, as above
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        with in_backward(ctx) as call:
+            x, w = ctx.saved_tensors
+            needs_dx, needs_dw, needs_db, _ = ctx.needs_input_grad
+            needs_dx = needs_dx and call.needs_dx
+            if needs_graph(dy, x, w):
+                return *unfused.row_backward(call, dy, x, w, needs_dx, needs_dw, ctx.has_bias), None
+            dy_shard, x_rows = flat_rows(dy), rows_by_rank(x, call.comm.size)
+            dx = torch.empty_like(x_rows) if needs_dx else None
+            with call.backward_pass(dy_shard) as p:
+                arriving = all_gather(p, dy_shard)
+                blocks = sum(len(piece.blocks) for piece in arriving)
+                dw, db = call.weight_grad(w, needs_dw, blocks), call.bias_grad(w, needs_db, blocks)
+                for piece in arriving:
+                    lane = p.compute(after=piece.arrived)
+                    if dx is not None:
+                        for block in piece.blocks:
+                            lane.run(linear_rows, block.rows, w, out=block.of(dx))
+                    p.main.wait(piece.arrived)
+                    for block in piece.blocks:
+                        dw.add(p.main, block.rows, block.of(x_rows))
+                        db.add(p.main, block.rows)
+            return None if dx is None else dx.view(x.shape), dw.result(), db.result(), None
+
+
+class MatmulAllReduce(Function):
+    """Row-parallel, with an output sequence that is replicated.   k = in/N
+
+    forward    x [M, k], w [n, k]               y [M, n] = all_reduce(x @ w.T) + bias; with hand_off: y_1 [M_1, n], ..
+    backward   dy [M, n], equal on all ranks    dx = dy @ w     dw = dy.T @ x             db = sum of dy's rows
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, call: Call, pending: PendingSlices | None
+    ) -> tuple[Tensor, ...]:
+        x_rows = flat_rows(x)
+        y = x_rows.new_empty(len(x_rows), len(w))
+        with ExitStack() as stack:
+            p = stack.enter_context(call.forward_pass(x_rows))
+            sums = all_reduce(p, y, call.reduce_dtype)
+            for part in sums:
+                lane = sums.lane()
+                lane.run(linear_rows, x_rows[None, part.rows], w.t(), out=part.partial)
+                rows = sums.launch(part, lane)
+                if rows is not None and bias is not None:
+                    p.comm.run(add, bias, y[rows], out=y[rows])
+                if rows is not None and pending is not None:
+                    pending.add(p, rows)
+            if pending is not None:
+                pending.attach(p, stack.pop_all())
+        ctx.save_for_backward(x, w)
+        call.save(ctx)
+        if pending is not None:
+            return pending.slices(y)
+        return (reshaped(y, (*x.shape[:-1], len(w))),)  # not a view, as above
+
+    @staticmethod
+    def backward(ctx: Any, *dy_slices: Tensor) -> tuple[Tensor | None, ...]:
+        dy = dy_slices[0] if len(dy_slices) == 1 else torch.cat(dy_slices)
+        with in_backward(ctx, replicated=[dy]) as call:
+            x, w = ctx.saved_tensors
+            needs_dx, needs_dw, needs_db, *_ = ctx.needs_input_grad
+            needs_dx = needs_dx and call.needs_dx
+            return *unfused.all_reduce_backward(call, dy, x, w, needs_dx, needs_dw, needs_db), None, None
+
+
+class CopyMatmul(Function):
+    """Column-parallel, with a sequence that is replicated.   n = out/N
+
+    forward    x [M, k], w [n, k]               y [M, n] = x @ w.T + bias
+    backward   dy [M, n]                        dx = all_reduce(dy @ w)                   dw = dy.T @ x
+                                                db = sum of dy's rows
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, call: Call) -> Tensor:
+        ctx.save_for_backward(x, w)
+        call.save(ctx)
+        y = F.linear(x, w, bias)
+        return reshaped(y, y.shape)  # not a view, which F.linear may return: the caller may modify it in place
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        with in_backward(ctx) as call:
+            x, w = ctx.saved_tensors
+            _, needs_dw, needs_db, _ = ctx.needs_input_grad
+            if needs_graph(dy, x, w):
+                return *unfused.copy_backward(call, dy, x, w, needs_dw, needs_db), None
+            dy_rows, x_rows = flat_rows(dy), flat_rows(x)
+            dx = dy_rows.new_empty(len(dy_rows), w.shape[1]) if call.needs_dx else None
+            dw, db = call.weight_grad(w, needs_dw), call.bias_grad(w, needs_db)
+            with call.backward_pass(dy_rows) as p:
+                if dx is not None:
+                    sums = all_reduce(p, dx, call.reduce_dtype)
+                    for part in sums:
+                        lane = sums.lane()
+                        lane.run(linear_rows, dy_rows[None, part.rows], w, out=part.partial)
+                        sums.launch(part, lane)
+                db.add(p.main, dy_rows[None])
+                dw.add(p.main, dy_rows[None], x_rows[None])
+            return None if dx is None else dx.view(x.shape), dw.result(), db.result(), None

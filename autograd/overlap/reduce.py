@@ -1,0 +1,252 @@
+"""Sums of partial products over the ranks, while the products are computed: by slices, ring, exchange, or in bulk.
+
+N ranks, this rank r. A reduce-scatter sums N*m rows, of which rank r keeps its m; an all-reduce sums any number M.
+Without overlap, the sums have one part with all rows.
+
+    sums = reduce_scatter(p, out, dtype)                    # allocates, launches nothing
+    for part in sums:
+        lane = sums.lane()
+        lane.run(linear_rows, x[part.ranks, part.rows], w.t(), out=part.partial)
+        sums.launch(part, lane)
+    sums.finish()                                           # complete when the lanes have been joined
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .gather import blocks_of, bounds
+from .lanes import Lane, Lanes, Point
+from .matmul import add, copy, sum_in_order
+
+
+class Part(NamedTuple):
+    """A part of the partial products: full[ranks, rows], into `partial` [q, n, out]. An all-reduce has q = 1."""
+
+    ranks: slice
+    rows: slice
+    partial: Tensor
+
+
+class Sums:
+    """out = the sum over the ranks, communicated in `dtype`; None: that of out."""
+
+    def __init__(self, p: Lanes, out: Tensor, dtype: torch.dtype | None) -> None:
+        self.p, self.out, self.dtype = p, out, dtype or out.dtype
+        self.converts = self.dtype is not out.dtype
+
+    def buffer(self, role: str, *shape: int) -> Tensor:
+        """Return a buffer [*shape, n] of the data type in which sums are communicated."""
+        return self.p.buffers.empty(role, (*shape, self.out.shape[1]), self.out, self.dtype)
+
+    def total(self) -> Tensor:
+        """Return the buffer for the sums: `out`, or one that is converted to it afterwards."""
+        return self.buffer("total", len(self.out)) if self.converts else self.out
+
+    def lane(self) -> Lane:
+        """Return the lane for the next product."""
+        return self.p.compute()
+
+
+# ---------------------------------------------------------------------------------------------- reduce-scatter
+
+
+def reduce_scatter(p: Lanes, out: Tensor, dtype: torch.dtype | None) -> ReduceScatter:
+    """Return the sums of this rank's rows, out [m, n], by the schedule of p."""
+    return (RingReduceScatter if p.method == "ring" else ReduceScatter)(p, out, dtype)
+
+
+class ReduceScatter(Sums):
+    """Each slice contains rows of every rank, so that the sums for all ranks can start."""
+
+    def __init__(self, p: Lanes, out: Tensor, dtype: torch.dtype | None) -> None:
+        super().__init__(p, out, dtype)
+        rows = p.size * len(out)
+        self._partial = self.buffer("partial", rows)
+        self._received = self.buffer("received", rows) if p.method == "exchange" else None
+        self._in_window = p.buffers.window  # then sums are received in the window too, in place: see gather_rows
+        self._total = out if p.method == "exchange" or self._in_window else self.total()
+
+    def __iter__(self) -> Iterator[Part]:
+        for at in bounds(len(self.out), self.p.chunks):
+            yield Part(slice(0, self.p.size), at, self._of_all_ranks(self._partial, at))
+
+    def _of_all_ranks(self, buffer: Tensor, at: slice) -> Tensor:
+        size = self.p.size
+        return buffer[size * at.start : size * at.stop].unflatten(0, (size, -1))
+
+    def launch(self, part: Part, lane: Lane) -> None:
+        """Launch the sums of a part whose product has been issued on the lane."""
+        comm = self.p.comm
+        comm.wait_lane(lane)
+        if self._received is not None:
+            received = self._of_all_ranks(self._received, part.rows)
+            self.p.collective("all_to_all", part.partial, received)
+            comm.run(sum_in_order, received, out=self.out[part.rows])
+            return
+        summed = part.partial[self.p.rank] if self._in_window else self._total[part.rows]
+        self.p.collective("reduce_scatter", part.partial, summed)
+        if self._in_window or self.converts:
+            comm.run(copy, summed, out=self.out[part.rows])
+
+    def finish(self) -> None:
+        """Issue what remains to be done after other work of the caller."""
+
+
+class RingReduceScatter(ReduceScatter):
+    """In step i, compute the partial product for rank r-1-i, add the sum from the previous rank, and send it on.
+
+    This rank's own rows come last. Two buffers alternate: one is sent while the other is computed."""
+
+    def __init__(self, p: Lanes, out: Tensor, dtype: torch.dtype | None) -> None:
+        Sums.__init__(self, p, out, dtype)
+        self._products = self.buffer("partial", 2, len(out))
+        self._arriving = self.buffer("received", len(out))
+        self._total = self.total()
+        self._arrived: Point | None = None
+
+    def __iter__(self) -> Iterator[Part]:
+        for step in range(self.p.size):
+            target = (self.p.rank - 1 - step) % self.p.size
+            into = self._total if target == self.p.rank else self._products[step % 2]
+            yield Part(slice(target, target + 1), slice(0, len(self.out)), into[None])
+
+    def lane(self) -> Lane:
+        return self.p.main
+
+    def launch(self, part: Part, lane: Lane) -> None:
+        if part.ranks.start == self.p.rank:
+            return  # see finish
+        self._add_arrived(part.partial[0])
+        self.p.comm.wait_lane(self.p.main)
+        self.p.send_recv(part.partial[0], self._arriving)
+        self._arrived = self.p.comm.record()
+
+    def _add_arrived(self, product: Tensor) -> None:
+        if self._arrived is not None:
+            self.p.main.wait(self._arrived)
+            self.p.main.run(add, self._arriving, product, out=product)
+
+    def finish(self) -> None:
+        self._add_arrived(self._total)
+        if self.converts:
+            self.p.main.run(copy, self._total, out=self.out)
+
+
+# ---------------------------------------------------------------------------------------------- all-reduce
+
+
+def all_reduce(p: Lanes, out: Tensor, dtype: torch.dtype | None) -> AllReduce:
+    """Return the sums of all rows, out [M, n], by the schedule of p."""
+    by_method = {"ring": RingAllReduce, "exchange": ExchangeAllReduce}
+    return by_method.get(p.method, AllReduce)(p, out, dtype)
+
+
+class AllReduce(Sums):
+    """Each slice is summed in place."""
+
+    def __init__(self, p: Lanes, out: Tensor, dtype: torch.dtype | None) -> None:
+        super().__init__(p, out, dtype)
+        self._copies = p.buffers.window or self.converts
+        self._total = self.buffer("partial", len(out)) if p.buffers.window else self.total()
+
+    def __iter__(self) -> Iterator[Part]:
+        for at in bounds(len(self.out), self.p.chunks):
+            yield Part(slice(0, 1), at, self._total[at][None])
+
+    def launch(self, part: Part, lane: Lane) -> slice | None:
+        """Launch the sums of a part whose product has been issued on the lane. Return the rows of `out` that are
+        complete after the work issued on the communication lane, if any."""
+        self.p.comm.wait_lane(lane)
+        self.p.collective("all_reduce", part.partial, part.partial)
+        if self._copies:
+            self.p.comm.run(copy, part.partial[0], out=self.out[part.rows])
+        return part.rows
+
+
+class ExchangeAllReduce(AllReduce):
+    """Each rank sums its shard of a slice; an all-gather distributes the result.
+
+    Shards have equal sizes: the last one may end with uninitialized rows, which are not read."""
+
+    def __init__(self, p: Lanes, out: Tensor, dtype: torch.dtype | None) -> None:
+        Sums.__init__(self, p, out, dtype)
+        self._slices = bounds(len(out), p.chunks)
+        self._shards = [-(-(at.stop - at.start) // p.size) for at in self._slices]
+        rows = sum(self._shards)
+        apart = [shard for at, shard in zip(self._slices, self._shards, strict=True) if not self._fits(at, shard)]
+        self._partial = self.buffer("partial", p.size * rows)
+        self._received = self.buffer("received", p.size * rows)
+        self._summed = p.buffers.empty("total", (rows, out.shape[1]), out)
+        self._gathered = p.buffers.empty("gathered", (p.size * max(apart, default=0), out.shape[1]), out)
+        self._done = 0  # rows of the shards
+
+    def _fits(self, at: slice, shard: int) -> bool:
+        """Return whether the sums of a slice can be gathered into `out`."""
+        return at.stop - at.start == self.p.size * shard and not self.p.buffers.window
+
+    def __iter__(self) -> Iterator[Part]:
+        for at, shard in zip(self._slices, self._shards, strict=True):
+            sent = self._partial[self.p.size * self._done :][: at.stop - at.start]
+            yield Part(slice(0, 1), at, sent[None])
+            self._done += shard
+
+    def launch(self, part: Part, lane: Lane) -> slice | None:
+        p, at = self.p, part.rows
+        shard = -(-(at.stop - at.start) // p.size)
+        here = slice(p.size * self._done, p.size * (self._done + shard))
+        received, summed = self._received[here].unflatten(0, (p.size, -1)), self._summed[self._done :][:shard]
+        p.comm.wait_lane(lane)
+        p.collective("all_to_all", self._partial[here], received)
+        p.comm.run(sum_in_order, received, out=summed)
+        if self._fits(at, shard):
+            p.collective("all_gather", summed, self.out[at])
+        else:
+            gathered = self._gathered[: p.size * shard]
+            p.collective("all_gather", summed, gathered)
+            p.comm.run(copy, gathered[: at.stop - at.start], out=self.out[at])
+        return at
+
+
+class RingAllReduce(AllReduce):
+    """A ring reduce-scatter, then a ring all-gather of the sums. Sizes of blocks differ by at most one row."""
+
+    def __init__(self, p: Lanes, out: Tensor, dtype: torch.dtype | None) -> None:
+        Sums.__init__(self, p, out, dtype)
+        self._total = self.total()
+        self._blocks = blocks_of(len(out), p.size)
+        self._arriving = self.buffer("received", max(block.stop - block.start for block in self._blocks))
+        self._arrived: Point | None = None
+        self._step = 0
+
+    def _block(self, steps: int) -> slice:
+        """Return the rows that rank r - steps keeps after the reduce-scatter."""
+        return self._blocks[(self.p.rank - steps) % self.p.size]
+
+    def __iter__(self) -> Iterator[Part]:
+        for step in range(self.p.size):
+            self._step, at = step, self._block(1 + step)
+            yield Part(slice(0, 1), at, self._total[at][None])
+
+    def lane(self) -> Lane:
+        return self.p.main
+
+    def launch(self, part: Part, lane: Lane) -> slice | None:
+        p, product, after = self.p, part.partial[0], self._block(2 + self._step)
+        if self._arrived is not None:
+            p.main.wait(self._arrived)
+            p.main.run(add, self._arriving[: len(product)], product, out=product)
+        p.comm.wait_lane(p.main)
+        if self._step < p.size - 1:
+            p.send_recv(product, self._arriving[: after.stop - after.start])
+            self._arrived = p.comm.record()
+            return None
+        for step in range(p.size - 1):
+            p.send_recv(self._total[self._block(step)], self._total[self._block(step + 1)])
+        if self.converts:
+            p.comm.run(copy, self._total, out=self.out)
+        return slice(0, len(self.out))
