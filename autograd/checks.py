@@ -8,7 +8,6 @@ exchange number, operation and line, and compare the cotangents that must be equ
 
 from __future__ import annotations
 
-import weakref
 from typing import NamedTuple
 
 import torch
@@ -20,6 +19,7 @@ from pynccl.comm.consistency import compare_rows, exchange
 from pynccl.watch.frames import call_site
 
 from .agreement import gathered
+from .state import state_of
 
 _PAIRWISE = ("permute", "halo_exchange", "halo_reduce")  # sends and receives: not every rank takes part
 # Allowed difference of "replicated" cotangents relative to the largest one: ranks may sum, and so round, differently.
@@ -65,13 +65,17 @@ class ForwardCall(NamedTuple):
         return f"{self.operation}, forward call no. {self.number}, at {self.line}"
 
 
-_calls: weakref.WeakKeyDictionary[Communicator, int] = weakref.WeakKeyDictionary()
+class ForwardCalls:
+    """Counts the forward calls of a communicator."""
+
+    number = 0
 
 
 def number_call(comm: Communicator, operation: str) -> ForwardCall:
     """Return the description of this forward call, with the next number of its communicator."""
-    number = _calls[comm] = _calls.get(comm, 0) + 1
-    return ForwardCall(number, operation, call_site())
+    calls = state_of(comm, ForwardCalls)
+    calls.number += 1
+    return ForwardCall(calls.number, operation, call_site())
 
 
 def compare_backward(comm: Communicator, call: ForwardCall, replicated: Tensor | None) -> None:

@@ -28,6 +28,7 @@ from pynccl import Communicator
 from pynccl.watch.attribution import attribute_calls
 from pynccl.watch.frames import called_from
 
+from .state import state_of
 from .torch_internals import (
     CheckpointMode,
     ProxyTorchDispatchMode,
@@ -113,7 +114,8 @@ def attribute_compiled(comm: Communicator, call: str) -> contextlib.AbstractCont
     return stack
 
 
-_seen: weakref.WeakKeyDictionary[Communicator, dict[bool, set[int]]] = weakref.WeakKeyDictionary()
+class Seen(dict[bool, set[int]]):
+    """Whether forward -> the numbers of the calls that the graph which runs on a communicator has made."""
 
 
 def _order(comm: Communicator, number: int) -> str:
@@ -121,7 +123,7 @@ def _order(comm: Communicator, number: int) -> str:
     ranks compare: they may run their calls in another order, but all in the same.
 
     Graphs are not told apart: an exchange right after a graph with fewer calls is missed."""
-    passes = _seen.setdefault(comm, {})
+    passes = state_of(comm, Seen)
     seen = passes.setdefault(number > 0, set())
     if number in seen:  # the graph, or another one, runs from its start
         seen = passes[number > 0] = set()

@@ -9,7 +9,6 @@ it is freed, and reuses it there. That stream therefore waits too, and the alloc
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -24,6 +23,7 @@ from pynccl.interop.handles import source_of, vouched
 from pynccl.interop.streams import stream_handle
 
 from .arguments import check_comm
+from .state import state_of
 
 HIGH = -1  # priority of communication streams
 
@@ -143,14 +143,15 @@ def share(made: Tensor, on: Any) -> None:
         made.record_stream(current)
 
 
-_sides: weakref.WeakKeyDictionary[Communicator, dict[int, SideStream]] = weakref.WeakKeyDictionary()
+class SideStreams(dict[int, SideStream]):
+    """Those of a communicator by priority: HIGH or 0."""
 
 
 def side_stream(comm: Communicator, priority: int = HIGH) -> SideStream:
     """Return the communicator's side stream of a priority, created at first use. There are two: one for priorities
     below 0, one for the others. A process has 8 queues to a GPU, and streams that share a queue wait for each other."""
     priority = HIGH if priority < 0 else 0
-    sides = _sides.setdefault(comm, {})
+    sides = state_of(comm, SideStreams)
     side = sides.get(priority)
     if side is None:
         side = sides[priority] = SideStream(comm) if comm.library.is_host else _CudaSide(comm, priority=priority)
@@ -160,7 +161,7 @@ def side_stream(comm: Communicator, priority: int = HIGH) -> SideStream:
 def share_side_streams(comm: Communicator, child: Communicator) -> None:
     """Let another communicator of the same GPU use the side streams of `comm`, so that the work of both runs in the
     same order on every rank. Concurrent collectives of two communicators may deadlock waiting for each other's SMs."""
-    _sides[child] = _sides.setdefault(comm, {})
+    child._attached[SideStreams] = state_of(comm, SideStreams)
 
 
 def set_side_stream(comm: Communicator, stream: Any) -> None:
@@ -181,9 +182,10 @@ def set_side_stream(comm: Communicator, stream: Any) -> None:
         side = SideStream(comm, stream)
     else:
         side = _CudaSide(comm, stream)
-    if _sides.get(comm):
+    sides = state_of(comm, SideStreams)
+    if sides:
         raise RuntimeError(
             "set_side_stream: the communicator has already used its side stream; call it before start() and overlapped "
             "layers"
         )
-    _sides.setdefault(comm, {}).update({HIGH: side, 0: side})
+    sides.update({HIGH: side, 0: side})

@@ -21,6 +21,7 @@ from ..agreement import DeferredCheck, check_not_in_group
 from ..arguments import checked
 from ..names import plain_name
 from ..ops.all_reduce import all_reduce
+from ..state import state_of
 from ..streams import is_capturing
 from .dtensors import is_dtensor, local_tensor, sharding_groups
 from .shards import shard_of
@@ -216,8 +217,6 @@ def _norm(grad: Tensor | None, norm_type: float, zero: Tensor) -> Tensor:
 
 # ------------------------------------------------------------------------------------------- replicated gradients
 
-_checks: weakref.WeakKeyDictionary[Communicator, DeferredCheck] = weakref.WeakKeyDictionary()
-
 
 def _replicated(parameters: list[Tensor], norms: list[Tensor], comm: Communicator) -> list[tuple[Tensor, Tensor]]:
     """Return the parameters whose gradients must be equal on the ranks of `comm`, with their norms."""
@@ -239,7 +238,7 @@ def _reduced(comm: Communicator, total: Tensor, replicated: list[tuple[Tensor, T
         size = found.abs().amax(0) if largest else found[0].abs()
         tolerances = torch.tensor([_TOLERANCES.get(one.dtype, 1e-2) for one, _ in replicated], dtype=torch.float64)
         wrong = spread > size * tolerances.to(row.device, non_blocking=True)
-        _checks.setdefault(comm, DeferredCheck())(wrong, partial(_check_equal, parameters))
+        state_of(comm, DeferredCheck)(wrong, partial(_check_equal, parameters))
     return row[:1]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -32,12 +31,13 @@ FRESH = Fresh()
 
 
 class Buffers:
-    """Buffers by role. Each grows to the largest requested size, so that later training steps allocate nothing.
+    """Buffers by role. `state_of(comm, Buffers)` are those of all passes that have none of their own.
 
-    A buffer is free again when its pass has ended on the caller's stream. A caller on another stream gets new buffers,
-    because torch returns memory to the stream that allocated it. If the allocator is not stream-aware, the caller gets
-    the same buffers, and its stream first waits for the end of the last pass. One pass uses them at a time. A
-    concurrent pass of another thread, or a CUDA graph capture, gets memory of its own.
+    Each grows to the largest requested size, so that later training steps allocate nothing. It is free again when its
+    pass has ended on the caller's stream. A caller on another stream gets new buffers, because torch returns memory to
+    the stream that allocated it. If the allocator is not stream-aware, the caller gets the same buffers, and its stream
+    first waits for the end of the last pass. One pass uses them at a time. A concurrent pass of another thread, or a
+    CUDA graph capture, gets memory of its own.
 
     allocate     (bytes, device) -> a uint8 tensor that outlives the work issued; None: torch's allocator
     fixed        name of the owner, if the buffers are reserved once and do not grow
@@ -134,14 +134,3 @@ class Buffers:
 
 def _torch_empty(nbytes: int, device: torch.device) -> Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, device=device)
-
-
-_buffers: weakref.WeakKeyDictionary[Communicator, Buffers] = weakref.WeakKeyDictionary()
-
-
-def buffers_of(comm: Communicator) -> Buffers:
-    """Return the buffers of all passes on a communicator that have none of their own."""
-    found = _buffers.get(comm)
-    if found is None:
-        found = _buffers[comm] = Buffers()
-    return found

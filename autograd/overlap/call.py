@@ -23,16 +23,17 @@ from .. import collective
 from ..agreement import check_not_in_group
 from ..arguments import check_reduce_dtype, check_type
 from ..collective import record_forward_call, require_grad
-from ..torch_internals import accumulates, dispatch_modes, has_storage, in_forward_mode, transforms_active
+from ..state import state_of
+from ..torch_internals import accumulates, dispatch_modes, has_storage, in_forward_mode, reshaped, transforms_active
 from ..wire import Dtype
-from .buffers import Buffers, buffers_of
+from .buffers import Buffers
 from .choose import choose, pass_key, pass_of, x_needs_grad
 from .config import AUTO, OverlapConfig
 from .keys import Overlap, as_config
-from .lanes import Lane, Lanes, observers
+from .lanes import Lane, Lanes, Pass, Serial, observers
 from .limits import limited
 from .matmul import add_outer_rows, add_sum_rows, outer_rows, sum_rows
-from .schedules import PassKey, is_tiny
+from .schedules import Decision, PassKey, is_tiny
 from .tune import NOT_SCHEDULED, ScheduledCall
 from .unfused import check_input, into_main_grad
 
@@ -71,16 +72,18 @@ class Call:
         check_input(caller, x, w, comm, bias)
         self.name, self.kind, self.comm, self.owner = name, kind, comm, owner
         self.config = as_config(caller, overlap, kind)
-        self.buffers: Buffers | None = attribute(overlap, "buffers")
+        plain = isinstance(overlap, (str, OverlapConfig))
+        self.buffers: Buffers | None = None if plain else attribute(overlap, "buffers")
         found = check_reduce_dtype(caller, x, reduce_dtype)
         self.reduce_dtype = None if found is x.dtype else found  # of sums in flight; None for that of x
-        self.parameter, self.main_grad = w, main_grad_of(caller, w, fused)
+        self.parameter, self.main_grad = w, None if fused is False else main_grad_of(caller, w, fused)
         self.forward, self.needs_dx = NOT_SCHEDULED, False
         self.backward: PassKey | None = None
 
     @property
     def weight(self) -> Tensor:
-        return into_main_grad(self.parameter, self.main_grad)
+        """The weight, whose gradient is added to main_grad if there is one."""
+        return self.parameter if self.main_grad is None else into_main_grad(self.parameter, self.main_grad)
 
     def schedule(
         self, x: Tensor, bias: Tensor | None, rows: int, forward: str | None, backward: str | None
@@ -108,37 +111,38 @@ class Call:
                 self.forward = choose(comm, self.owner, key)
         return require_grad(tensors[0]), w, tensors[2]
 
-    def forward_pass(self, like: Tensor) -> contextlib.AbstractContextManager[Lanes]:
+    def forward_pass(self, like: Tensor) -> contextlib.AbstractContextManager[Pass]:
         """Return a context manager that begins and ends the forward pass: its lanes, buffers and clock."""
         return self._pass(self.forward, self.config, like)
 
-    def backward_pass(self, like: Tensor) -> contextlib.AbstractContextManager[Lanes]:
+    def backward_pass(self, like: Tensor) -> contextlib.AbstractContextManager[Pass]:
         """The same for the backward pass."""
+        check_not_in_group(self.caller)
         scheduled = pass_of(self.comm, self.owner, self.backward) if self.backward else NOT_SCHEDULED
         return self._pass(scheduled, self.config.backward, like)
 
+    def _pass(
+        self, scheduled: ScheduledCall, config: OverlapConfig, like: Tensor
+    ) -> contextlib.AbstractContextManager[Pass]:
+        decision, race = scheduled.decision, scheduled.round
+        if decision is None or decision.method == "off":
+            run: contextlib.AbstractContextManager[Pass] = Serial(self.comm)
+        else:
+            run = self._on_lanes(decision, config, like)
+        return run if race is None else scheduled.timed(run, like)
+
     @contextmanager
-    def _pass(self, scheduled: ScheduledCall, config: OverlapConfig, like: Tensor) -> Iterator[Lanes]:
-        check_not_in_group(self.caller)
-        decision = scheduled.decision
-        with scheduled.timed(like):
-            if decision is None or decision.method == "off":
-                with Lanes(self.comm, "off") as p:
-                    yield p
-                return
-            method, buffers = decision.method, self.buffers or buffers_of(self.comm)
-            comm, limit = limited(buffers.carrier or self.comm, config, method)
-            if observers and self.buffers is not None:
-                windows = "in" if buffers.window and method != "ring" else "not in"
-                decision = replace(decision, reason=f"{decision.reason}; {windows} symmetric windows")
-            schedule = (method, decision.chunks, config.aggregate, decision.compute_streams, config.priority)
-            with (
-                buffers.acquire(like) as acquired,
-                Lanes(comm, *schedule, limit, acquired, self.owner, decision) as p,
-            ):
-                if acquired.interrupted:
-                    p.main.wait_lane(p.comm)
-                yield p
+    def _on_lanes(self, decision: Decision, config: OverlapConfig, like: Tensor) -> Iterator[Pass]:
+        method, buffers = decision.method, self.buffers or state_of(self.comm, Buffers)
+        comm, limit = limited(buffers.carrier or self.comm, config, method)
+        if observers and self.buffers is not None:
+            windows = "in" if buffers.window and method != "ring" else "not in"
+            decision = replace(decision, reason=f"{decision.reason}; {windows} symmetric windows")
+        schedule = (method, decision.chunks, config.aggregate, decision.compute_streams, config.priority)
+        with buffers.acquire(like) as acquired, Lanes(comm, *schedule, limit, acquired, self.owner, decision) as p:
+            if acquired.interrupted:
+                p.main.wait_lane(p.comm)
+            yield p
 
     def save(self, ctx: Any) -> None:
         """Save what `in_backward` needs. Call it after the communication of the forward pass."""
@@ -177,7 +181,10 @@ def is_plain(*tensors: Tensor | None) -> bool:
     """Return whether a pass may use the memory of these tensors, that is, without tracing or function transforms."""
     if transforms_active() or in_forward_mode() or dispatch_modes():
         return False
-    return all(t is None or (not t.is_meta and has_storage(t) and not t.is_neg()) for t in tensors)
+    for t in tensors:  # noqa: SIM110 - every pass comes here, and a generator takes longer
+        if t is not None and (t.is_meta or not has_storage(t) or t.is_neg()):
+            return False
+    return True
 
 
 def cast(comm: Communicator, x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None] | None:
@@ -233,7 +240,7 @@ class Grad:
         dtype = torch.float32 if wide else w.dtype
         self._sum = into if into is not None or not needed else w.new_empty(shape, dtype=dtype)
 
-    def add(self, lane: Lane, *rows: Tensor) -> None:
+    def add(self, lane: Lane | Serial, *rows: Tensor) -> None:
         """Add the product of rows, each [q, rows, ..]: dy, and x for a weight."""
         if self._sum is None:
             return
@@ -248,10 +255,10 @@ class Grad:
 
 
 def flat_rows(x: Tensor) -> Tensor:
-    """Return x [.., k] as contiguous rows [m, k]."""
-    return x.reshape(-1, x.shape[-1]).contiguous()
+    """Return x [.., k] as contiguous rows [M, k]."""
+    return x if x.dim() == 2 and x.is_contiguous() else x.reshape(-1, x.shape[-1]).contiguous()
 
 
-def rows_by_rank(x: Tensor, size: int) -> Tensor:
-    """Return x [.., k] as contiguous rows [N, m, k]."""
-    return flat_rows(x).unflatten(0, (size, -1))
+def shaped(y: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return rows [M, n] as a tensor [*shape, n] that is not a view for autograd: the caller may modify it in place."""
+    return y if len(shape) == 1 else reshaped(y, (*shape, y.shape[1]))

@@ -13,12 +13,14 @@ from torch import Tensor, nn
 
 from pynccl import Communicator, NcclInvalidUsage
 from pynccl.bindings.values import shown
+from pynccl.comm.base import by_key
 
 from ..agreement import gathered
 from ..recompute import replay_choice
+from ..state import state_of
 from ..streams import is_capturing
 from . import saved
-from .buffers import buffers_of
+from .buffers import Buffers
 from .config import METHODS, OverlapConfig
 from .lanes import observers
 from .schedules import LOCAL_REASONS, OFF, PATTERNS, Decision, PassKey, Schedule, candidates_for, format_times
@@ -63,17 +65,6 @@ def _without_rows(key: PassKey) -> PassKey:
     return key._replace(m=0)
 
 
-by_comm: weakref.WeakKeyDictionary[Communicator, Passes] = weakref.WeakKeyDictionary()
-
-
-def passes_of(comm: Communicator) -> Passes:
-    """Return the decisions and races of a communicator."""
-    found = by_comm.get(comm)
-    if found is None:
-        found = by_comm[comm] = Passes()
-    return found
-
-
 def pass_key(
     pattern: str, rows: int, w: Tensor, config: OverlapConfig, reduce_dtype: torch.dtype | None = None
 ) -> PassKey:
@@ -84,7 +75,7 @@ def pass_key(
 
 def choose(comm: Communicator, owner: Any, key: PassKey) -> ScheduledCall:
     """Return the schedule of a forward pass. A recomputation in a checkpoint uses that of its first pass."""
-    passes = passes_of(comm)
+    passes = state_of(comm, Passes)
     scope = passes, comm if owner is None else owner
     lasting = isinstance(passes.entries.get(key), Decision)
     call, replayed = replay_choice(scope, key, lambda: pass_of(comm, owner, key), lasting)
@@ -106,7 +97,7 @@ def x_needs_grad(comm: Communicator, owner: Any, requires_grad: bool) -> bool:
 
     Collective in the first call of a layer, and in the first one in which an input needs a gradient after none did.
     So an input may begin to need one only on all ranks together. Once it has, the layer computes it in every call."""
-    passes, owner = passes_of(comm), comm if owner is None else owner
+    passes, owner = state_of(comm, Passes), comm if owner is None else owner
     known = passes.needs_grad.get(owner)
     if known is None or (requires_grad and not known) or comm.checking:
         if _captures(comm):
@@ -124,20 +115,19 @@ def _next(comm: Communicator, key: PassKey, race: Race) -> ScheduledCall:
     if after is not before and after.settled:
         saved.won[key.name(comm)] = {"schedule": after.schedule, "tried": dict(after.tried)}
         if race.closed:
-            passes_of(comm).entries[key] = after
+            state_of(comm, Passes).entries[key] = after
         if after.method == "off":
-            buffers_of(comm).drop()  # perhaps only the race needed them
+            state_of(comm, Buffers).drop()  # perhaps only the race needed them
     return call
 
 
-def _all_passes() -> list[tuple[Communicator, Passes]]:
-    """Other threads may add communicators meanwhile."""
-    comms = [comm for ref in by_comm.keyrefs() if (comm := ref()) is not None]
-    return [(comm, by_comm[comm]) for comm in comms]
+def _all_passes() -> list[tuple[Any, Passes]]:
+    comms = [(comm, comm._attached.get(Passes)) for comm in list(by_key.values())]
+    return [(comm, passes) for comm, passes in comms if passes is not None]
 
 
 def _lookup(comm: Communicator, owner: Any, key: PassKey) -> Decision | Race:
-    passes, owner = passes_of(comm), comm if owner is None else owner
+    passes, owner = state_of(comm, Passes), comm if owner is None else owner
     found = passes.get(owner, key)
     if found is not None and not comm.checking:
         return found

@@ -80,7 +80,8 @@ def all_gather_matmul(
     are wrong, the other ranks wait for it.
     """
     name = "all_gather_matmul"
-    check_type(f"{name}: return_gathered", "bool", return_gathered)
+    if return_gathered is not False:
+        check_type(f"{name}: return_gathered", "bool", return_gathered)
     call = Call(name, "column", x, w, comm, bias, overlap, reduce_dtype, grad_accumulation_fusion, owner)
     tensors = call.schedule(x, bias, rows_of(x) * comm.size, name, "column_backward")
     if tensors is None:

@@ -1,8 +1,8 @@
 """All-gathers whose rows arrive in pieces: by slices, around the ring, in bulk, or without overlap.
 
-N ranks, this rank r. x [m, k]: this rank's rows; the gathered tensor is [N, m, k]. A piece is a list of blocks that one
-event covers; the matmul of its blocks can start after the event. The first piece is this rank's own rows, whose matmul
-hides the arrival of the next piece. Without overlap there is one piece with all rows.
+N ranks, this rank r. x [m, k]: this rank's rows; the gathered tensor is [M, k], M = N*m. A piece is a list of blocks
+that one event covers; the matmul of its blocks can start after the event. The first piece is this rank's own rows,
+whose matmul hides the arrival of the next piece. Without overlap there is one piece with all rows.
 """
 
 from __future__ import annotations
@@ -12,20 +12,26 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .lanes import Lane, Lanes, Point
+from .lanes import Lane, Lanes, Pass, Point, Serial
 from .matmul import copy
 
 
+def by_rank(full: Tensor, size: int) -> Tensor:
+    """Return a tensor [M, k] as [N, m, k]."""
+    return full.view(size, -1, full.shape[1])
+
+
 class Block(NamedTuple):
-    """rows [q, n, k] of q neighboring ranks: full[ranks, at]."""
+    """rows [q, n, k]: those at `at` of q neighboring ranks, of N. ranks None: rows [M, k], all rows of all ranks"""
 
     rows: Tensor
-    ranks: slice
-    at: slice
+    ranks: slice | None = None
+    at: slice = slice(0)
+    size: int = 1
 
-    def of(self, stack: Tensor) -> Tensor:
-        """Return the same rows of another tensor [N, m, ..]."""
-        return stack[self.ranks, self.at]
+    def of(self, full: Tensor) -> Tensor:
+        """Return the same rows of another tensor [M, ..]."""
+        return full if self.ranks is None else by_rank(full, self.size)[self.ranks, self.at]
 
 
 class Piece(NamedTuple):
@@ -46,44 +52,45 @@ def blocks_of(rows: int, count: int) -> list[slice]:
     return [slice(begin, end) for begin, end in itertools.pairwise(ends)]
 
 
-def all_gather(p: Lanes, x: Tensor, full: Tensor | None = None) -> list[Piece]:
+def all_gather(p: Pass, x: Tensor, full: Tensor | None = None) -> list[Piece]:
     """Launch the all-gather of x, and return its pieces in the order of their arrival.
 
-    full  [N, m, k]: output for all rows, if the caller keeps them; complete when the lanes have been joined, see
+    full  [M, k]: output for all rows, if the caller keeps them; complete when the lanes have been joined, see
           `keep`"""
+    if isinstance(p, Serial):
+        full, arrived = gather_whole(p, x, full)
+        return [Piece(arrived, [Block(full)])]
     if p.method == "ring":
         return _around_the_ring(p, x, full)
-    chunks = bounds(len(x), p.chunks)
-    if p.method != "off" and (len(chunks) > 1 or (full is not None and p.buffers.window)):
+    chunks = bounds(x.shape[0], p.chunks)
+    if len(chunks) > 1 or (full is not None and p.buffers.window):
         return _by_slices(p, x, chunks, full)
     full, arrived = gather_whole(p, x, full)
-    rows = slice(0, len(x))
-    if p.method == "off":
-        return [Piece(arrived, [Block(full, slice(0, p.size), rows)])]
-    return [_own(p, x), Piece(arrived, _others(p, full, rows))]
+    return [_own(p, x), Piece(arrived, _others(p, by_rank(full, p.size), slice(0, x.shape[0])))]
 
 
-def gather_whole(p: Lanes, x: Tensor, full: Tensor | None = None) -> tuple[Tensor, Point | None]:
+def gather_whole(p: Pass, x: Tensor, full: Tensor | None = None) -> tuple[Tensor, Point | None]:
     """Launch the all-gather of x in one collective, into a buffer unless there is an output. Return (full, arrived)."""
     p.comm.wait(p.start)
     if full is None:
-        full = p.buffers.empty("gathered", (p.size, *x.shape), x)
+        full = p.buffers.empty("gathered", (p.size * x.shape[0], x.shape[1]), x)
     gather_rows(p, x, full)
-    return full, None if p.method == "off" else p.comm.record()
+    return full, p.comm.record()
 
 
-def gather_rows(p: Lanes, x: Tensor, gathered: Tensor) -> None:
-    """Launch the all-gather of x [n, k] into gathered [N, n, k].
+def gather_rows(p: Pass, x: Tensor, gathered: Tensor) -> None:
+    """Launch the all-gather of x [n, k] into gathered [N*n, k].
 
     For a window, x is first copied there, into this rank's block: NCCL uses symmetric kernels and copy engines only if
     both buffers of a call are in windows."""
     if p.buffers.window:
-        p.comm.run(copy, x, out=gathered[p.rank])
-        x = gathered[p.rank]
+        own = by_rank(gathered, p.size)[p.rank]
+        p.comm.run(copy, x, out=own)
+        x = own
     p.collective("all_gather", x, gathered)
 
 
-def keep(lane: Lane, piece: Piece, full: Tensor) -> None:
+def keep(lane: Lane | Serial, piece: Piece, full: Tensor) -> None:
     """Copy a piece to `full`, unless it was received there."""
     for block in piece.blocks:
         into = block.of(full)
@@ -92,26 +99,26 @@ def keep(lane: Lane, piece: Piece, full: Tensor) -> None:
 
 
 def _own(p: Lanes, x: Tensor) -> Piece:
-    return Piece(None, [Block(x[None], slice(p.rank, p.rank + 1), slice(0, len(x)))])
+    return Piece(None, [Block(x[None], slice(p.rank, p.rank + 1), slice(0, x.shape[0]), p.size)])
 
 
 def _others(p: Lanes, rows: Tensor, at: slice) -> list[Block]:
     """Return the blocks of all other ranks. rows [N, n, k]"""
     ranges = (slice(0, p.rank), slice(p.rank + 1, p.size))
-    return [Block(rows[ranks], ranks, at) for ranks in ranges if ranks.start < ranks.stop]
+    return [Block(rows[ranks], ranks, at, p.size) for ranks in ranges if ranks.start < ranks.stop]
 
 
 def _by_slices(p: Lanes, x: Tensor, chunks: list[slice], full: Tensor | None) -> list[Piece]:
     """The slices need a buffer of their own: a collective writes the rows of its slice contiguously, rank by rank."""
     p.comm.wait(p.start)
-    arrivals = p.buffers.empty("gathered", (p.size * x.shape[0], *x.shape[1:]), x)
+    arrivals = p.buffers.empty("gathered", (p.size * x.shape[0], x.shape[1]), x)
     pieces = [_own(p, x)]
     if full is not None:
-        p.main.run(copy, x, out=full[p.rank])
+        p.main.run(copy, x, out=by_rank(full, p.size)[p.rank])
     for at in chunks:
-        rows = arrivals[p.size * at.start : p.size * at.stop].unflatten(0, (p.size, -1))
+        rows = arrivals[p.size * at.start : p.size * at.stop]
         gather_rows(p, x[at], rows)
-        pieces.append(Piece(p.comm.record(), _others(p, rows, at)))
+        pieces.append(Piece(p.comm.record(), _others(p, by_rank(rows, p.size), at)))
     return pieces
 
 
@@ -119,10 +126,11 @@ def _around_the_ring(p: Lanes, x: Tensor, full: Tensor | None) -> list[Piece]:
     """In step i, each rank sends to the next rank the block that it received in step i-1."""
     p.comm.wait(p.start)
     if full is None:
-        full = p.buffers.empty("gathered", (p.size, *x.shape), x)
+        full = by_rank(p.buffers.empty("gathered", (p.size * x.shape[0], x.shape[1]), x), p.size)
     else:
+        full = by_rank(full, p.size)
         p.main.run(copy, x, out=full[p.rank])
-    pieces, at = [_own(p, x)], slice(0, len(x))
+    pieces, at = [_own(p, x)], slice(0, x.shape[0])
     per_piece = 2 if p.aggregate else 1
     sources: list[int] = []
     sent = x
@@ -132,7 +140,7 @@ def _around_the_ring(p: Lanes, x: Tensor, full: Tensor | None) -> list[Piece]:
         sent = full[sources[-1]]
         if len(sources) == per_piece or step == p.size - 1:
             runs = _merged(sources)
-            pieces.append(Piece(p.comm.record(), [Block(full[ranks], ranks, at) for ranks in runs]))
+            pieces.append(Piece(p.comm.record(), [Block(full[ranks], ranks, at, p.size) for ranks in runs]))
             sources = []
     return pieces
 

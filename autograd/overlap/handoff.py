@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pynccl.bindings.resource import destructor
 
-from .lanes import Lanes, Point
+from .lanes import Pass, Point
 
 
 class PendingSlices:
@@ -20,16 +20,16 @@ class PendingSlices:
 
     def __init__(self) -> None:
         self.rows: list[slice] = []
-        self._points: list[Point] = []
-        self._lanes: Lanes | None = None
+        self._points: list[Point | None] = []
+        self._lanes: Pass | None = None
         self._open = ExitStack()
 
-    def add(self, lanes: Lanes, at: slice) -> None:
+    def add(self, lanes: Pass, at: slice) -> None:
         """Add a slice whose work has been issued."""
         self.rows.append(at)
         self._points.append(lanes.comm.record())
 
-    def attach(self, lanes: Lanes, resources: ExitStack) -> None:
+    def attach(self, lanes: Pass, resources: ExitStack) -> None:
         """Take over the lanes, and the context managers that end them."""
         self._lanes, self._open = lanes, resources
 

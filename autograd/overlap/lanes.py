@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import TracebackType
@@ -24,6 +23,7 @@ from pynccl.comm.observers import waiting
 from pynccl.interop.handles import source_of, vouched
 from pynccl.interop.streams import stream_handle
 
+from ..state import state_of
 from ..streams import HIGH, KeepAliveList, is_capturing, side_stream
 from .buffers import FRESH, Buffers, Fresh
 
@@ -116,7 +116,7 @@ class Lane:
                 self.seen[lane] = max(issued, self.seen.get(lane, 0))
         self._wait(point.event)
 
-    def wait_lane(self, lane: Lane) -> None:
+    def wait_lane(self, lane: Any) -> None:
         """Let later work of this lane start after all work issued on another one so far."""
         if lane is not self:
             self.wait(lane.record())
@@ -227,6 +227,10 @@ def _moment(mark: Any) -> float:
     return float(mark if isinstance(mark, float) else mark.moment)
 
 
+class SpareEvents(list[Any]):
+    """CUDA events of a communicator's completed passes, for reuse."""
+
+
 class Lanes:
     """The streams and buffers of one pass; `main` is the caller's stream.
 
@@ -241,7 +245,7 @@ class Lanes:
     All memory is allocated on `main` by the caller, and kept until the end, so that it is not reused while another lane
     uses it.
 
-    method, chunks, aggregate  of the schedule. "off": `comm` is `main`; there is no other stream and no event
+    method, chunks, aggregate  of the schedule
     kept                       tensors of enqueued work, until the caller's stream has waited for the work"""
 
     def __init__(
@@ -263,17 +267,12 @@ class Lanes:
         self.kept = KeepAliveList()
         self._events: list[Any] = []
         self._next = 0
-        if method == "off":
-            self.observers: tuple[Observer, ...] = ()
-            self.main = self.comm = _main_lane(self, comm)
-            self._computing, self._stream = [self.main], None
-        else:
-            self.observers = tuple(observers)  # a copy: each observer sees the begin and the end of the pass
-            self.main, self.comm, self._computing = maker(self, comm, compute_streams, priority)
-            self._stream = self._handle()
+        self.observers = tuple(observers)  # a copy: each observer sees the begin and the end of the pass
+        self.main, self.comm, self._computing = maker(self, comm, compute_streams, priority)
+        self._stream = self._handle()
 
     def __enter__(self) -> Lanes:
-        self.start = None if self.comm is self.main else self.main.record()
+        self.start = self.main.record()
         return self
 
     def __exit__(
@@ -282,7 +281,7 @@ class Lanes:
         others = [lane for lane in dict.fromkeys((*self._computing, self.comm)) if lane is not self.main]
         try:
             # On the CPU, do not wait after an error: peers may have failed, and host streams keep their buffers alive.
-            if others and (kind is None or not self.nccl.library.is_host):
+            if kind is None or not self.nccl.library.is_host:
                 self._join(others)
         finally:
             for lane in (self.main, *others):
@@ -298,7 +297,7 @@ class Lanes:
         for observer in self.observers:
             observer.closed(self)
         self.kept.clear()
-        _spare(self.nccl).extend(self._events)  # no lane waits for them any more
+        state_of(self.nccl, SpareEvents).extend(self._events)  # no lane waits for them any more
         self._events.clear()
 
     def compute(self, after: Point | None = None) -> Lane:
@@ -349,32 +348,69 @@ class Lanes:
 
     def new_event(self) -> Any:
         """Return a CUDA event of the communicator's device, if possible one of an earlier operation."""
-        spare = _spare(self.nccl)
+        spare = state_of(self.nccl, SpareEvents)
         self._events.append(spare.pop() if spare else torch.cuda.Event())
         return self._events[-1]
 
 
-def _main_lane(lanes: Lanes, comm: Communicator) -> Lane:
-    if comm.library.is_host:
-        return CallerLane("main", lanes)
-    return _MainLane("main", lanes, torch.cuda.current_stream(torch.device(comm.device)))
+class Serial:
+    """A pass without overlap: it is its own and only lane, the caller's stream, and has no event and no kept buffer."""
+
+    __slots__ = ("nccl", "rank", "size")
+    method, chunks, aggregate, start, buffers = "off", 1, False, None, FRESH
+
+    def __init__(self, comm: Communicator) -> None:
+        self.nccl, self.rank, self.size = comm, comm.rank, comm.size
+
+    def __enter__(self) -> Serial:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing is to be waited for."""
+
+    @property
+    def main(self) -> Serial:
+        return self
+
+    comm = main
+
+    def compute(self, after: object = None) -> Serial:
+        return self
+
+    def run(self, work: Callable[..., object], *inputs: Any, out: Tensor) -> None:
+        work(*inputs, out=out)
+
+    def record(self) -> None:
+        """Work that is issued later runs later."""
+
+    def wait(self, point: object) -> None:
+        """See `record`."""
+
+    wait_lane = wait
+
+    def collective(self, name: str, send: Tensor, recv: Tensor, *args: Any) -> None:
+        getattr(self.nccl, name)(send, recv, *args)
+
+
+Pass = Lanes | Serial
 
 
 def make_lanes(lanes: Lanes, comm: Communicator, compute_streams: int, priority: int) -> tuple[Lane, Lane, list[Lane]]:
     """Return (main, comm, lanes of matmuls)."""
-    main, side = _main_lane(lanes, comm), side_stream(comm, priority)
+    side: Any = side_stream(comm, priority)
     if comm.library.is_host:
+        main: Lane = CallerLane("main", lanes)
         return main, HostLane("comm", lanes, side.stream), [main]
-    computing = [main]
+    current = torch.cuda.current_stream(side.device)
+    main = _MainLane("main", lanes, current)
+    computing: list[Lane] = [main]
     if compute_streams > 1:
-        current: Any = main
-        computing.append(_CudaLane("second", lanes, _second_stream(current.stream.device, current.stream)))
+        computing.append(_CudaLane("second", lanes, _second_stream(side.device, current)))
     return main, _CudaLane("comm", lanes, side.stream), computing
 
 
 maker = make_lanes  # tests replace it
 _second_streams: dict[tuple[torch.device, int | None], Any] = {}
-_spares: weakref.WeakKeyDictionary[Communicator, list[Any]] = weakref.WeakKeyDictionary()
 
 
 def _second_stream(device: torch.device, main: Any) -> Any:
@@ -386,11 +422,3 @@ def _second_stream(device: torch.device, main: Any) -> Any:
     if key not in _second_streams:
         _second_streams[key] = torch.cuda.Stream(device)
     return _second_streams[key]
-
-
-def _spare(comm: Communicator) -> list[Any]:
-    """Return the events of completed operations, for reuse."""
-    found = _spares.get(comm)
-    if found is None:
-        found = _spares[comm] = []
-    return found

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import weakref
-
 import torch
 
 from pynccl import CollConfig, CommConfig, Communicator, NcclInvalidUsage
 
+from ..state import state_of
 from ..streams import is_capturing, share_side_streams
 from .config import OverlapConfig
 
 COLL_CONFIG_SINCE = (2, 31)  # NCCL version with a configuration per collective
 
-_children: weakref.WeakKeyDictionary[Communicator, dict[int, Communicator]] = weakref.WeakKeyDictionary()
+
+class CappedChildren(dict[int, Communicator]):
+    """Those of a communicator by their maximum number of CTAs."""
 
 
 def prepare(comm: Communicator, config: OverlapConfig) -> None:
@@ -41,7 +42,7 @@ def limited(comm: Communicator, config: OverlapConfig, method: str) -> tuple[Com
 def _capped_child(comm: Communicator, max_ctas: int) -> Communicator:
     if comm.config is not None and comm.config.max_ctas == max_ctas:
         return comm
-    children = _children.setdefault(comm, {})
+    children = state_of(comm, CappedChildren)
     if max_ctas not in children:
         if not comm.library.is_host and is_capturing(torch.device(comm.device)):
             raise NcclInvalidUsage(

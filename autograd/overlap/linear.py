@@ -17,16 +17,25 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from ..torch_internals import reshaped
+from pynccl.watch.attribution import attribute_calls
+
 from . import unfused
-from .call import Call, flat_rows, in_backward, needs_graph, rows_by_rank
+from .call import Call, flat_rows, in_backward, needs_graph, shaped
 from .gather import all_gather, gather_whole, keep
 from .handoff import PendingSlices
 from .matmul import add, linear_rows
 from .reduce import all_reduce, reduce_scatter
 
 
-class AllGatherMatmul(Function):
+class _Linear(Function):
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        """Function.apply without its Python part, which is for torch.func: its transforms use unfused.py."""
+        with attribute_calls(f"{cls.__name__}.forward"):  # for the flight recorder
+            return super(Function, cls).apply(*args)  # type: ignore[misc]
+
+
+class AllGatherMatmul(_Linear):
     """Column-parallel, with a sequence that is sharded over the ranks.   n = out/N
 
     forward    x_shard [m, k], w [n, k]         x_full [M, k] = all_gather(x_shard)       y [M, n] = x_full @ w.T + bias
@@ -39,8 +48,9 @@ class AllGatherMatmul(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, call: Call, keeps: bool) -> tuple[Tensor, ...]:
         size, x_shard = call.comm.size, flat_rows(x)
-        y = x_shard.new_empty(size, len(x_shard), len(w))
-        x_full = x_shard.new_empty(size, *x_shard.shape) if keeps else None
+        (n, k), m_full = w.shape, x_shard.shape[0] * size
+        y = x_shard.new_empty(m_full, n)
+        x_full = x_shard.new_empty(m_full, k) if keeps else None
         with call.forward_pass(x_shard) as p:
             for piece in all_gather(p, x_shard, x_full):
                 lane = p.compute(after=piece.arrived)
@@ -49,8 +59,8 @@ class AllGatherMatmul(Function):
                 if x_full is not None:
                     keep(lane, piece, x_full)
         shape = (x.shape[0] * size, *x.shape[1:-1])
-        y = reshaped(y, (*shape, len(w)))  # not a view: the caller may modify it in place
-        x_full = None if x_full is None else reshaped(x_full, (*shape, x.shape[-1]))
+        y = shaped(y, shape)
+        x_full = None if x_full is None else shaped(x_full, shape)
         ctx.set_materialize_grads(False)
         ctx.shape = x.shape
         ctx.save_for_backward(None if keeps else x, w, x_full if ctx.needs_input_grad[1] else None)
@@ -63,14 +73,14 @@ class AllGatherMatmul(Function):
             x, w, x_full = ctx.saved_tensors
             size, (_, needs_dw, needs_db, *_) = call.comm.size, ctx.needs_input_grad
             if dy is None:
-                dy = w.new_zeros(ctx.shape[0] * size, *ctx.shape[1:-1], len(w))
+                dy = w.new_zeros(ctx.shape[0] * size, *ctx.shape[1:-1], w.shape[0])
             if needs_graph(dy, dx_full, w):
                 grads = unfused.column_backward(call, dy, dx_full, x, w, x_full, needs_dw, needs_db)
                 return *grads, None, None
-            dy = rows_by_rank(dy, size)
-            dx_full = None if dx_full is None else rows_by_rank(dx_full, size)
+            dy = flat_rows(dy)
+            dx_full = None if dx_full is None else flat_rows(dx_full)
             x_shard = None if x is None else flat_rows(x)
-            dx_shard = dy.new_empty(dy.shape[1], w.shape[1]) if call.needs_dx else None
+            dx_shard = dy.new_empty(dy.shape[0] // size, w.shape[1]) if call.needs_dx else None
             dw, db = call.weight_grad(w, needs_dw), call.bias_grad(w, needs_db)
             with call.backward_pass(dy) as p:
                 sums = None if dx_shard is None else reduce_scatter(p, dx_shard, call.reduce_dtype)
@@ -80,20 +90,20 @@ class AllGatherMatmul(Function):
                 if sums is not None:
                     for part in sums:
                         lane = sums.lane()
-                        lane.run(linear_rows, dy[part.ranks, part.rows], w, out=part.partial)
+                        lane.run(linear_rows, part.of(dy), w, out=part.partial)
                         if dx_full is not None:
-                            lane.run(add, dx_full[part.ranks, part.rows], part.partial, out=part.partial)
+                            lane.run(add, part.of(dx_full), part.partial, out=part.partial)
                         sums.launch(part, lane)
                 db.add(p.main, dy)
                 p.main.wait(arrived)
                 if x_full is not None:
-                    dw.add(p.main, dy, x_full.reshape(size, -1, w.shape[1]))
+                    dw.add(p.main, dy, flat_rows(x_full))
                 if sums is not None:
                     sums.finish()
             return None if dx_shard is None else dx_shard.view(ctx.shape), dw.result(), db.result(), None, None
 
 
-class MatmulReduceScatter(Function):
+class MatmulReduceScatter(_Linear):
     """Row-parallel, with an output sequence that is sharded over the ranks.   k = in/N
 
     forward    x [M, k], w [n, k]               y_shard [m, n] = reduce_scatter(x @ w.T) + bias
@@ -103,13 +113,13 @@ class MatmulReduceScatter(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, call: Call) -> Tensor:
-        x_rows = rows_by_rank(x, call.comm.size)
-        y_shard = x_rows.new_empty(x_rows.shape[1], len(w))
+        x_rows = flat_rows(x)
+        y_shard = x_rows.new_empty(x_rows.shape[0] // call.comm.size, w.shape[0])
         with call.forward_pass(x_rows) as p:
             sums = reduce_scatter(p, y_shard, call.reduce_dtype)
             for part in sums:
                 lane = sums.lane()
-                lane.run(linear_rows, x_rows[part.ranks, part.rows], w.t(), out=part.partial)
+                lane.run(linear_rows, part.of(x_rows), w.t(), out=part.partial)
                 sums.launch(part, lane)
             sums.finish()
         if bias is not None:
@@ -117,7 +127,7 @@ class MatmulReduceScatter(Function):
         ctx.has_bias = bias is not None
         ctx.save_for_backward(x, w)
         call.save(ctx)
-        return reshaped(y_shard, (x.shape[0] // call.comm.size, *x.shape[1:-1], len(w)))  # not a view, as above
+        return shaped(y_shard, (x.shape[0] // call.comm.size, *x.shape[1:-1]))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -127,7 +137,7 @@ class MatmulReduceScatter(Function):
             needs_dx = needs_dx and call.needs_dx
             if needs_graph(dy, x, w):
                 return *unfused.row_backward(call, dy, x, w, needs_dx, needs_dw, ctx.has_bias), None
-            dy_shard, x_rows = flat_rows(dy), rows_by_rank(x, call.comm.size)
+            dy_shard, x_rows = flat_rows(dy), flat_rows(x)
             dx = torch.empty_like(x_rows) if needs_dx else None
             with call.backward_pass(dy_shard) as p:
                 arriving = all_gather(p, dy_shard)
@@ -145,7 +155,7 @@ class MatmulReduceScatter(Function):
             return None if dx is None else dx.view(x.shape), dw.result(), db.result(), None
 
 
-class MatmulAllReduce(Function):
+class MatmulAllReduce(_Linear):
     """Row-parallel, with an output sequence that is replicated.   k = in/N
 
     forward    x [M, k], w [n, k]               y [M, n] = all_reduce(x @ w.T) + bias; with hand_off: y_1 [M_1, n], ..
@@ -157,13 +167,13 @@ class MatmulAllReduce(Function):
         ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, call: Call, pending: PendingSlices | None
     ) -> tuple[Tensor, ...]:
         x_rows = flat_rows(x)
-        y = x_rows.new_empty(len(x_rows), len(w))
+        y = x_rows.new_empty(x_rows.shape[0], w.shape[0])
         with ExitStack() as stack:
             p = stack.enter_context(call.forward_pass(x_rows))
             sums = all_reduce(p, y, call.reduce_dtype)
             for part in sums:
                 lane = sums.lane()
-                lane.run(linear_rows, x_rows[None, part.rows], w.t(), out=part.partial)
+                lane.run(linear_rows, part.of(x_rows), w.t(), out=part.partial)
                 rows = sums.launch(part, lane)
                 if rows is not None and bias is not None:
                     p.comm.run(add, bias, y[rows], out=y[rows])
@@ -175,7 +185,7 @@ class MatmulAllReduce(Function):
         call.save(ctx)
         if pending is not None:
             return pending.slices(y)
-        return (reshaped(y, (*x.shape[:-1], len(w))),)  # not a view, as above
+        return (shaped(y, x.shape[:-1]),)
 
     @staticmethod
     def backward(ctx: Any, *dy_slices: Tensor) -> tuple[Tensor | None, ...]:
@@ -187,7 +197,7 @@ class MatmulAllReduce(Function):
             return *unfused.all_reduce_backward(call, dy, x, w, needs_dx, needs_dw, needs_db), None, None
 
 
-class CopyMatmul(Function):
+class CopyMatmul(_Linear):
     """Column-parallel, with a sequence that is replicated.   n = out/N
 
     forward    x [M, k], w [n, k]               y [M, n] = x @ w.T + bias
@@ -199,8 +209,7 @@ class CopyMatmul(Function):
     def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, call: Call) -> Tensor:
         ctx.save_for_backward(x, w)
         call.save(ctx)
-        y = F.linear(x, w, bias)
-        return reshaped(y, y.shape)  # not a view, which F.linear may return: the caller may modify it in place
+        return shaped(F.linear(flat_rows(x), w, bias), x.shape[:-1])
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -210,15 +219,15 @@ class CopyMatmul(Function):
             if needs_graph(dy, x, w):
                 return *unfused.copy_backward(call, dy, x, w, needs_dw, needs_db), None
             dy_rows, x_rows = flat_rows(dy), flat_rows(x)
-            dx = dy_rows.new_empty(len(dy_rows), w.shape[1]) if call.needs_dx else None
+            dx = dy_rows.new_empty(dy_rows.shape[0], w.shape[1]) if call.needs_dx else None
             dw, db = call.weight_grad(w, needs_dw), call.bias_grad(w, needs_db)
             with call.backward_pass(dy_rows) as p:
                 if dx is not None:
                     sums = all_reduce(p, dx, call.reduce_dtype)
                     for part in sums:
                         lane = sums.lane()
-                        lane.run(linear_rows, dy_rows[None, part.rows], w, out=part.partial)
+                        lane.run(linear_rows, part.of(dy_rows), w, out=part.partial)
                         sums.launch(part, lane)
-                db.add(p.main, dy_rows[None])
-                dw.add(p.main, dy_rows[None], x_rows[None])
+                db.add(p.main, dy_rows)
+                dw.add(p.main, dy_rows, x_rows)
             return None if dx is None else dx.view(x.shape), dw.result(), db.result(), None

@@ -7,17 +7,19 @@ from torch import Tensor
 
 
 def linear_rows(a: Tensor, w_t: Tensor, bias: Tensor | None = None, *, out: Tensor) -> None:
-    """out = a @ w_t (+ bias).   a [q, rows, k], w_t [k, n], out [q, rows, n]
+    """out = a @ w_t (+ bias).   a [q, rows, k], w_t [k, n], out [q, rows, n]; or a [rows, k], out [rows, n]
 
     q: number of ranks, whose blocks of rows need not be adjacent in memory. out may have another data type."""
     if out.dtype is not a.dtype:
         product = a.new_empty(out.shape)
         linear_rows(a, w_t, bias, out=product)
         out.copy_(product)
-    elif len(a) == 1 or (_is_flat(a) and _is_flat(out)):
+    elif a.dim() == 2:
+        _linear(a, w_t, bias, out)
+    elif a.shape[0] == 1 or (_is_flat(a) and _is_flat(out)):
         _linear(a.flatten(0, 1), w_t, bias, out.flatten(0, 1))
     elif a.is_cuda:  # one kernel, without copies for strided stacks
-        stack = w_t.expand(len(a), *w_t.shape)
+        stack = w_t.expand(a.shape[0], *w_t.shape)
         if bias is None:
             torch.bmm(a, stack, out=out)
         else:
@@ -40,7 +42,7 @@ def _is_flat(stack: Tensor) -> bool:
 
 
 def outer_rows(g: Tensor, a: Tensor, *, out: Tensor) -> None:
-    """out = sum_q g_q.T @ a_q.   g [q, rows, n], a [q, rows, k] -> [n, k]"""
+    """out = sum_q g_q.T @ a_q.   g [q, rows, n], a [q, rows, k] -> [n, k]; or g [rows, n], a [rows, k]"""
     _outer(g, a, out, first=True)
 
 
@@ -50,9 +52,13 @@ def add_outer_rows(g: Tensor, a: Tensor, so_far: Tensor, *, out: Tensor) -> None
 
 
 def _outer(g: Tensor, a: Tensor, out: Tensor, first: bool) -> None:
-    if _is_flat(g) and _is_flat(a):
-        g, a = g.flatten(0, 1)[None], a.flatten(0, 1)[None]
-    for rows, others in zip(g, a, strict=True):
+    if g.dim() == 2:
+        pairs = [(g, a)]
+    elif _is_flat(g) and _is_flat(a):
+        pairs = [(g.flatten(0, 1), a.flatten(0, 1))]
+    else:
+        pairs = list(zip(g, a, strict=True))
+    for rows, others in pairs:
         if out.dtype is not g.dtype:  # sums of several products have a wider type than the products
             product = torch.mm(rows.t(), others)
             out.copy_(product) if first else out.add_(product)

@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ from pynccl import Communicator
 
 from ..agreement import DeferredCheck, gathered_tensor
 from .schedules import OFF, Decision, PassKey, Schedule, format_times
+
+T = TypeVar("T")
 
 STARTS = (0, 12, 32, 52, 76, 104, 136, 172, 212, 256)  # the call with which each round of a race starts
 STAY = {2: 3, 4: 2}  # after so many rounds, so many schedules stay in the race, besides the first
@@ -71,15 +73,14 @@ class ScheduledCall(NamedTuple):
     round: Round | None = None
     at: int = 0
 
-    def timed(self, like: Tensor) -> contextlib.AbstractContextManager[None]:
-        """Time the block, which is the pass, if the round needs it."""
-        return contextlib.nullcontext() if self.round is None else self._timed(self.round, like)
-
     @contextlib.contextmanager
-    def _timed(self, round: Round, like: Tensor) -> Iterator[None]:
+    def timed(self, run: contextlib.AbstractContextManager[T], like: Tensor) -> Iterator[T]:
+        """Run a pass, and time it for the round."""
+        assert self.round is not None
         begin = clock.mark(like)
-        yield
-        round.marks[self.at] = begin, clock.mark(like)
+        with run as p:
+            yield p
+        self.round.marks[self.at] = begin, clock.mark(like)
 
 
 NOT_SCHEDULED = ScheduledCall(None)

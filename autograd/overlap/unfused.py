@@ -84,10 +84,8 @@ def copy_matmul(
     return F.linear(run(comm, CopyView, x, reduce_dtype), w, bias)
 
 
-def into_main_grad(w: Tensor, main_grad: Tensor | None) -> Tensor:
+def into_main_grad(w: Tensor, main_grad: Tensor) -> Tensor:
     """Return w; the backward pass adds its gradient to main_grad instead of returning it."""
-    if main_grad is None:
-        return w
     y: Tensor = IntoMainGrad.apply(w, main_grad)
     return y
 

@@ -93,6 +93,7 @@ class Comm(Shared):
         self.device = device_name(self._ordinal)
         self._check = check_enabled()
         self._dependents: tuple[Any, ...] = ()  # communicators destroyed before this one, or aborted with it
+        self._attached: dict[type, Any] = {}  # what packages above this one keep for it, one object of each type
         self._end = ""  # "destroyed", "aborted", ...: for messages
         self._late = ""  # why the watchdog aborted it; "": it did not
         self._call_timeout: float | None = None  # seconds a call may run before the watchdog aborts it

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +15,6 @@ import torch
 
 import pynccl
 from pynccl.interop.streams import hold
-from pynccl_autograd import streams
 from pynccl_autograd.wire import Prepared
 from pynccl_autograd.work import Work, _start
 
@@ -58,7 +56,6 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: FakeStream("side"))
     monkeypatch.setattr(pynccl, "create_stream", lambda *_, **__: SimpleNamespace(handle=0x51DE))
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, on: log.append(f"the allocator knows of {on.name}"))
-    monkeypatch.setattr(streams, "_sides", weakref.WeakKeyDictionary())
     monkeypatch.setattr(torch.cuda, "stream", under)
     return log
 
@@ -68,6 +65,9 @@ class Comm:
 
     library = SimpleNamespace(is_host=False)
     device, size, checking, _is_recorded = "cuda:0", 2, False, False
+
+    def __init__(self) -> None:
+        self._attached: dict[type, Any] = {}
 
 
 def start_identity(log: list[str]) -> Work:

@@ -91,7 +91,8 @@ def batch(comm: Communicator | None, program: Program, step: int, number: int) -
     """Return this rank's rows, or all rows."""
     torch.manual_seed(1000 * step + number)
     x = torch.randn(ROWS + 12 * (step % (MAX_SHAPES + 2)) * program.many, IN, dtype=program.dtype)
-    return x.chunk(comm.size)[comm.rank].clone() if comm is not None and program.scattered else x
+    own = x.chunk(comm.size)[comm.rank].clone() if comm is not None and program.scattered else x
+    return own.requires_grad_()  # so that the first layer has a backward pass to choose for
 
 
 def losses_of(comm: Communicator | None, program: Program, model: nn.Sequential) -> Tensor:

@@ -17,7 +17,8 @@ import pynccl_autograd as ad
 from pynccl import Communicator
 from pynccl_autograd import OverlapConfig
 from pynccl_autograd.overlap import reduce
-from pynccl_autograd.overlap.buffers import buffers_of
+from pynccl_autograd.overlap.buffers import Buffers
+from pynccl_autograd.state import state_of
 
 SEQUENCE, WIDTH = 64, 32
 SLICES = OverlapConfig("slices", chunks=3)
@@ -27,7 +28,7 @@ def held_resources(comm: Communicator) -> tuple[int, int, int]:
     """Return the bytes of the buffers, the number of tensors and the number of threads."""
     gc.collect()
     tensors = sum(issubclass(type(each), Tensor) for each in gc.get_objects())
-    return buffers_of(comm).nbytes, tensors, threading.active_count()
+    return state_of(comm, Buffers).nbytes, tensors, threading.active_count()
 
 
 def many_steps(comm: Communicator) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
@@ -81,7 +82,7 @@ FAILURES: list[tuple[str, OverlapConfig, Any, str]] = [
 
 def check_after_errors(comm: Communicator) -> list[str]:
     """Return what is wrong after the first, second or third call of a function has raised."""
-    buffers, wrong = buffers_of(comm), []
+    buffers, wrong = state_of(comm, Buffers), []
     for name, config, owner, what in FAILURES:
         buffers.drop()
         expected = results(name, config, comm)

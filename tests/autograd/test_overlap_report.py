@@ -30,7 +30,7 @@ class Model(nn.Module):
 
 def report_of_steps(comm: Communicator) -> tuple[list[Row], str, list[str]]:
     model = Model(comm)
-    x = torch.randn(ROWS // comm.size, WIDTH)
+    x = torch.randn(ROWS // comm.size, WIDTH, requires_grad=True)
     model(x).sum().backward()  # before the block: not in the report
     with ad.overlap.report(model) as report, ad.overlap.report() as without_names:
         for _ in range(3):

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 import pynccl
-from pynccl_autograd import streams
 from pynccl_autograd.overlap import lanes
 from pynccl_autograd.overlap.buffers import Buffers
 from pynccl_autograd.overlap.lanes import Lanes
@@ -44,6 +43,9 @@ class Comm:
 
     library = SimpleNamespace(is_host=False, version=(2, 28, 0))
     device, rank, size = "cuda:0", 0, 2
+
+    def __init__(self) -> None:
+        self._attached: dict[type, Any] = {}
 
 
 class Caller:
@@ -77,9 +79,7 @@ def caller(log: list[str], monkeypatch: pytest.MonkeyPatch) -> Caller:
     monkeypatch.setattr(torch.cuda, "Event", lambda: log.append("a new event"))
     monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: FakeStream("comm"))
     monkeypatch.setattr(pynccl, "create_stream", lambda *_, **__: SimpleNamespace(handle=0x51DE))
-    monkeypatch.setattr(streams, "_sides", weakref.WeakKeyDictionary())
     monkeypatch.setattr(lanes, "_second_streams", {})
-    monkeypatch.setattr(lanes, "_spares", weakref.WeakKeyDictionary())
     return caller
 
 
@@ -91,6 +91,9 @@ class TensorLike(SimpleNamespace):
     """Tensor properties that claim a GPU, with CPU memory."""
 
     is_cuda, dtype, device = True, torch.float32, torch.device("cpu")
+
+    def new_empty(self, shape: tuple[int, ...], dtype: Any = None) -> Tensor:
+        return torch.empty(shape, dtype=dtype)
 
 
 TENSOR_LIKE: Any = TensorLike()

@@ -38,7 +38,8 @@ def test_every_collective_is_traced_once_per_rank_with_its_bytes(traced: Traced)
     for rank in range(traced.n):
         found = slices(traced.trace, "comm", rank)
         assert [(event["args"]["operation"], event["args"]["bytes"]) for event in found] == traced.calls[rank]
-        assert all(event["args"]["dtype"] == "FLOAT32" for event in found)
+        found = [event for event in found if event["args"]["dtype"] == "FLOAT32"]
+        assert len(traced.calls[rank]) - len(found) == 2  # the ranks compare what x of the two column layers needs
         plain = [event["args"] for event in found if "layer" not in event["args"] and "function" not in event["args"]]
         assert [event["count"] for event in plain] == [5, 5]
         assert all("traces.py" in event["site"] for event in plain)
@@ -52,12 +53,12 @@ def test_layers_and_lanes_are_named(traced: Traced) -> None:
         layers = {event["name"] for event in slices(trace, "user_annotation", rank)}
         assert {"Model", "blocks.0", "blocks.1.norm", "blocks.1.down"} <= layers
         communicated = [event["name"] for event in slices(trace, "comm", rank)]
-        assert communicated[:2] == ["all_gather blocks.0.up", "reduce_scatter blocks.0.down"]
+        assert communicated[1:3] == ["all_gather blocks.0.up", "reduce_scatter blocks.0.down"]
         assert "reduce_scatter blocks.0.up backward" in communicated
         assert "all_gather blocks.1.down backward" in communicated
         by_layer = {event["args"].get("layer", ""): event["args"] for event in slices(trace, "comm", rank)}
         assert by_layer["blocks.0.up"]["phase"] == "backward"  # the last call of this layer
-        assert by_layer["blocks.0.up"]["function"] == "AllGather.backward"
+        assert by_layer["blocks.0.up"]["function"] == "AllGatherMatmul.backward"
     named = {event["pid"]: event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"}
     assert named == {rank: f"rank {rank}" for rank in range(n)}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -59,7 +58,7 @@ def tune_small_layers(clock: tune.Clock | None = None) -> Iterator[None]:
         patch.setattr(tune, "clock", clock or tune.clock)
         patch.setattr(saved, "won", {})
         patch.setattr(saved, "from_files", {})
-        patch.setattr(choose, "by_comm", weakref.WeakKeyDictionary())
+        patch.setattr(choose, "Passes", type("Passes", (choose.Passes,), {}))  # of another type: none exists
         yield
 
 
