@@ -85,10 +85,10 @@ class Collective(Function):
                 key = key_of(comm)
                 return operator(x, key, forward_call(key, forward_name), *params)
 
-            pull_back = cls.pull_back.__func__  # type: ignore[attr-defined]
+            vjp = cls._vjp.__func__  # type: ignore[attr-defined]
 
             def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-                return pull_back(cls, ctx, g)
+                return vjp(cls, ctx, g)
 
             # In this form torch.compile can trace the operator, and compiled autograd the backward.
             cls.operator, cls.compiled = staticmethod(operator), staticmethod(compiled)
@@ -145,8 +145,9 @@ class Collective(Function):
         record_forward_call(ctx, comm, cls.name)
 
     @classmethod
-    def pull_back(cls, ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        """Implement `backward`. If the output was not used, g is zeros: the peers wait for this rank anyway."""
+    def _vjp(cls, ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        """Implement `backward`; torch reserves the name vjp. If the output was not used, g is zeros: the peers wait for
+        this rank anyway."""
         replicated = ctx.call is not None and cls.is_replicated(ctx.params)
         enter_backward(ctx, ctx.comm, [g] if replicated else [])
         saved = ctx.saved_tensors

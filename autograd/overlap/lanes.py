@@ -39,8 +39,11 @@ class Observer:
     def ran(self, lane: Lane, name: str, reads: Sequence[Any], writes: Sequence[Any], begin: Any, end: Any) -> None:
         """Called after work was issued on a lane.   reads, writes: its tensors   begin, end: marks of the lane"""
 
+    def opened(self, lanes: Lanes) -> None:
+        """Called at the begin of a pass, before anything is issued."""
+
     def recorded(self, lane: Lane, point: Point) -> None:
-        """Called when a point of a lane was recorded. The first one of a pass is on the caller's lane, at its begin."""
+        """Called when a point of a lane was recorded."""
 
     def waited(self, lane: Lane, point: Point) -> None:
         """Called when the lane waits for the point."""
@@ -272,6 +275,8 @@ class Lanes:
         self._stream = self._handle()
 
     def __enter__(self) -> Lanes:
+        for observer in self.observers:
+            observer.opened(self)
         self.start = self.main.record()
         return self
 

@@ -34,7 +34,7 @@ class Row:
     comm, mm    time of communication, and of matmuls
     wall        time from begin to end
     exposed     wall - mm: time that the communication adds
-    efficiency  hidden time / time that can be hidden: 1.0 is ideal, 0.0 is no overlap
+    efficiency  hidden time / time that can be hidden: 1.0 is ideal, 0.0 is no overlap; nan: nothing to hide
     """
 
     layer: str
@@ -126,7 +126,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         row.decision.schedule,
         str(row.calls),
         *times,
-        "-" if math.isnan(row.wall) else f"{row.efficiency:.2f}",
+        "-" if math.isnan(row.efficiency) else f"{row.efficiency:.2f}",
     )
 
 
@@ -144,7 +144,8 @@ def _what(pattern: str) -> str:
 
 def _measured(owner: str, pattern: str, operations: Sequence[Operation]) -> Row:
     def median(name: str) -> float:
-        return statistics.median(getattr(one, name) for one in operations)
+        known = [value for one in operations if not math.isnan(value := getattr(one, name))]
+        return statistics.median(known) if known else math.nan
 
     seconds = (median(name) for name in ("comm", "compute", "wall", "exposed", "efficiency"))
     return Row(owner, _what(pattern), pattern, operations[-1].decision, len(operations), *seconds)

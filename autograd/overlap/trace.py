@@ -5,13 +5,14 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .lanes import Lane, Lanes, Observer, Point, observing, seconds_between
+from .lanes import Lane, Lanes, Observer, observing, seconds_between
 
 COMM = "comm"
 # Work with these names is communication, even if it runs on the caller's stream without overlap.
@@ -73,10 +74,13 @@ class Operation:
 
     @property
     def efficiency(self) -> float:
-        """Hidden time / time that can be hidden: 1.0 is ideal, 0.0 is no overlap."""
+        """Hidden time / time that can be hidden: 1.0 is ideal, 0.0 is no overlap.
+
+        nan if the shorter of communication and computation takes less than 1% of the time: the gaps between pieces of
+        work are longer."""
         comm, compute = self.comm, self.compute
         hideable = min(comm, compute)
-        return (comm + compute - self.wall) / hideable if hideable > 0 else 0.0
+        return (comm + compute - self.wall) / hideable if hideable > self.wall / 100 else math.nan
 
 
 def _covered(intervals: Iterator[Interval]) -> float:
@@ -121,7 +125,8 @@ class Trace(Observer):
 
     def ran(self, lane: Lane, name: str, reads: Sequence[Any], writes: Sequence[Any], begin: Any, end: Any) -> None:
         """See Observer. Marks may be pending. No tensor is kept alive."""
-        work = self._record(lane.lanes).work
+        with self._lock:
+            work = self._open[lane.lanes].work
         row = COMM if name in _COLLECTIVES else lane.name
         number = sum(one.what == name for one in work)
         shape = tuple(writes[0].shape) if writes else ()
@@ -131,26 +136,20 @@ class Trace(Observer):
         """Return the name of a layer in the trace."""
         return "" if owner is None else type(owner).__name__
 
-    def recorded(self, lane: Lane, point: Point) -> None:
-        """See Observer. The first point is recorded on the caller's lane when the operation begins."""
-        self._record(lane.lanes)
+    def opened(self, lanes: Lanes) -> None:
+        """See Observer. The mark comes before what other lanes wait for, so no work begins before it."""
+        begin = lanes.main.mark()
+        with self._lock:
+            self._open[lanes] = _Record(begin, [])
+            self._first = begin if self._first is None else self._first
 
     def closed(self, lanes: Lanes) -> None:
         """See Observer."""
-        record = self._record(lanes)
-        record.owner = self.name(lanes.owner)
-        record.decision, record.end = lanes.decision, lanes.main.mark()
+        end = lanes.main.mark()
         with self._lock:
-            self._open.pop(lanes, None)
+            record = self._open.pop(lanes)
+            record.owner, record.decision, record.end = self.name(lanes.owner), lanes.decision, end
             self._ended.append(record)
-
-    def _record(self, lanes: Lanes) -> _Record:
-        with self._lock:
-            found = self._open.get(lanes)
-            if found is None:
-                found = self._open[lanes] = _Record(lanes.main.mark(), [])
-                self._first = found.begin if self._first is None else self._first
-            return found
 
     def operations(self) -> list[Operation]:
         """Return the completed operations in the order of their end, after waiting for them."""
