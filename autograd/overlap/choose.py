@@ -56,6 +56,7 @@ class Passes:
 
     def forget(self, owner: Any) -> None:
         """Forget the decisions of a layer's passes, also for other layers with the same passes."""
+        self.needs_grad.pop(owner, None)
         for key in self.keys.pop(owner, ()):
             self.entries.pop(key, None)
             self.shapes.pop(_without_rows(key), None)
@@ -96,7 +97,8 @@ def x_needs_grad(comm: Communicator, owner: Any, requires_grad: bool) -> bool:
     its sum.
 
     Collective in the first call of a layer, and in the first one in which an input needs a gradient after none did.
-    So an input may begin to need one only on all ranks together. Once it has, the layer computes it in every call."""
+    So an input may begin to need one only on all ranks together. Once it has, the layer computes it in every call, until
+    `retry`."""
     passes, owner = state_of(comm, Passes), comm if owner is None else owner
     known = passes.needs_grad.get(owner)
     if known is None or (requires_grad and not known) or comm.checking:

@@ -29,9 +29,13 @@ class PendingSlices:
         self.rows.append(at)
         self._points.append(lanes.comm.record())
 
-    def attach(self, lanes: Pass, resources: ExitStack) -> None:
-        """Take over the lanes, and the context managers that end them."""
-        self._lanes, self._open = lanes, resources
+    @contextlib.contextmanager
+    def keep_open(self, run: contextlib.AbstractContextManager[Pass]) -> Iterator[Pass]:
+        """Begin a pass that ends when its last slice has been waited for, unless the block raises."""
+        with ExitStack() as stack:
+            lanes = stack.enter_context(run)
+            yield lanes
+            self._lanes, self._open = lanes, stack.pop_all()
 
     def wait(self, at: int) -> None:
         """Let the caller's stream, or on the CPU the caller, wait for a slice. The last slice waits for all work."""

@@ -9,7 +9,6 @@ To be differentiated itself, or traced, a backward pass uses the operations of u
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -168,8 +167,8 @@ class MatmulAllReduce(_Linear):
     ) -> tuple[Tensor, ...]:
         x_rows = flat_rows(x)
         y = x_rows.new_empty(x_rows.shape[0], w.shape[0])
-        with ExitStack() as stack:
-            p = stack.enter_context(call.forward_pass(x_rows))
+        run = call.forward_pass(x_rows)
+        with run if pending is None else pending.keep_open(run) as p:
             sums = all_reduce(p, y, call.reduce_dtype)
             for part in sums:
                 lane = sums.lane()
@@ -179,8 +178,6 @@ class MatmulAllReduce(_Linear):
                     p.comm.run(add, bias, y[rows], out=y[rows])
                 if rows is not None and pending is not None:
                     pending.add(p, rows)
-            if pending is not None:
-                pending.attach(p, stack.pop_all())
         ctx.save_for_backward(x, w)
         call.save(ctx)
         if pending is not None:
