@@ -97,8 +97,8 @@ def x_needs_grad(comm: Communicator, owner: Any, requires_grad: bool) -> bool:
     its sum.
 
     Collective in the first call of a layer, and in the first one in which an input needs a gradient after none did.
-    So an input may begin to need one only on all ranks together. Once it has, the layer computes it in every call, until
-    `retry`."""
+    So an input may begin to need one only on all ranks together. Once it has, the layer computes it in every call,
+    until `retry`."""
     passes, owner = state_of(comm, Passes), comm if owner is None else owner
     known = passes.needs_grad.get(owner)
     if known is None or (requires_grad and not known) or comm.checking:
