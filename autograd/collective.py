@@ -209,6 +209,7 @@ class RequireGrad(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, requires_grad: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
         return x.view_as(x)
 
     @staticmethod

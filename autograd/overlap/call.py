@@ -27,7 +27,7 @@ from ..state import state_of
 from ..torch_internals import accumulates, dispatch_modes, has_storage, in_forward_mode, reshaped, transforms_active
 from ..wire import Dtype
 from .buffers import Buffers
-from .choose import choose, pass_key, pass_of, x_needs_grad
+from .choose import choose, compare_ranks, pass_key, pass_of, x_needs_grad
 from .config import AUTO, OverlapConfig
 from .keys import Overlap, as_config
 from .lanes import Lane, Lanes, Pass, Serial, observers
@@ -41,16 +41,16 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Call:
-    """The checked arguments of a call of one of the functions of functions.py, except its tensors.
+    """The checked arguments of a call of one of the functions of functions.py, except x and the bias.
 
-    main_grad, parameter  passes that accumulate gradients add the weight's gradient to main_grad of this parameter;
-                          main_grad None: they return it
+    kind                  "column" or "row"
+    parameter, main_grad  a backward() that would add to parameter.grad adds to main_grad; None: it returns the gradient
     owner                 the layer that made the call, for decisions and the report
     caller                name of the layer, or of the function, for errors
     buffers               those of a CommOverlap
     forward               how this call's forward pass runs
-    backward              the key of its backward pass; None: it does not overlap
-    needs_dx              whether the backward pass computes the gradient of x, see `x_needs_grad`
+    backward              the key of its backward pass; None: it is "off", too small, or has nothing to communicate
+    needs_dx              whether x needs a gradient: in a column layer on any rank, in a row layer on this one
     """
 
     def __init__(
@@ -74,8 +74,7 @@ class Call:
         self.config = as_config(caller, overlap, kind)
         plain = isinstance(overlap, (str, OverlapConfig))
         self.buffers: Buffers | None = None if plain else attribute(overlap, "buffers")
-        found = check_reduce_dtype(caller, x, reduce_dtype)
-        self.reduce_dtype = None if found is x.dtype else found  # of sums in flight; None for that of x
+        self.reduce_dtype = check_reduce_dtype(caller, x, reduce_dtype)  # of sums in flight; None: that of x
         self.parameter, self.main_grad = w, None if fused is False else main_grad_of(caller, w, fused)
         self.forward, self.needs_dx = NOT_SCHEDULED, False
         self.backward: PassKey | None = None
@@ -88,28 +87,35 @@ class Call:
     def schedule(
         self, x: Tensor, bias: Tensor | None, rows: int, forward: str | None, backward: str | None
     ) -> tuple[Tensor, Tensor, Tensor | None] | None:
-        """Schedule the passes, and return x, w and bias for the Function. None: it does not apply, use unfused.py. All
-        ranks take the same branch.
+        """Schedule the passes, and return x, w and bias for the Function. None: it does not apply, use unfused.py. It
+        may communicate, so all ranks must take the same branch: see `x_needs_grad` and `choose`.
 
         rows               of all ranks
         forward, backward  the patterns of the passes; None for a pass that communicates nothing"""
-        tensors = cast(self.comm, x, self.weight, bias)
+        comm, config, training = self.comm, self.config, torch.is_grad_enabled()
+        off = config.method == config.backward.method == "off"
+        # A shortcut to the same decision:
+        off = off or (config is AUTO and not observers and is_tiny(comm, rows, *self.parameter.shape))
+        if off and torch.is_autocast_enabled(x.device.type):
+            return None  # unfused.py communicates in the type of x
+        tensors = cast(comm, x, self.weight, bias)
         if tensors is None:
             return None
-        check_not_in_group(self.caller)
-        comm, config, w, training = self.comm, self.config, tensors[1], torch.is_grad_enabled()
+        if forward:
+            check_not_in_group(self.caller)
+        x, w, bias = tensors
+        if self.reduce_dtype is x.dtype:
+            self.reduce_dtype = None
         self.needs_dx = training and x.requires_grad
         if training and self.kind == "column":
             self.needs_dx = x_needs_grad(comm, self.owner, x.requires_grad)
             backward = backward if self.needs_dx else None
-        quick = config is AUTO and not observers and is_tiny(comm, rows, *w.shape)  # a shortcut to the same decision
-        if not quick and not config.method == config.backward.method == "off":
-            if training and backward:
-                self.backward = pass_key(backward, rows, w, config.backward, self.reduce_dtype)
-            if forward:
-                key = pass_key(forward, rows, w, config, self.reduce_dtype)
-                self.forward = choose(comm, self.owner, key)
-        return require_grad(tensors[0]), w, tensors[2]
+        if not off and forward:
+            self.forward = choose(comm, self.owner, pass_key(forward, rows, w, config, self.reduce_dtype))
+        if not off and training and backward:
+            self.backward = pass_key(backward, rows, w, config.backward, self.reduce_dtype)
+            compare_ranks(comm, self.owner, self.backward)  # now, so that an error comes before anything is launched
+        return require_grad(x), w, bias
 
     def forward_pass(self, like: Tensor) -> contextlib.AbstractContextManager[Pass]:
         """Return a context manager that begins and ends the forward pass: its lanes, buffers and clock."""
@@ -135,14 +141,15 @@ class Call:
     def _on_lanes(self, decision: Decision, config: OverlapConfig, like: Tensor) -> Iterator[Pass]:
         method, buffers = decision.method, self.buffers or state_of(self.comm, Buffers)
         comm, limit = limited(buffers.carrier or self.comm, config, method)
-        if observers and self.buffers is not None:
-            windows = "in" if buffers.window and method != "ring" else "not in"
-            decision = replace(decision, reason=f"{decision.reason}; {windows} symmetric windows")
         schedule = (method, decision.chunks, config.aggregate, decision.compute_streams, config.priority)
-        with buffers.acquire(like) as acquired, Lanes(comm, *schedule, limit, acquired, self.owner, decision) as p:
-            if acquired.interrupted:
-                p.main.wait_lane(p.comm)
-            yield p
+        with buffers.acquire(like) as acquired:
+            if observers and self.buffers is not None:
+                windows = "in" if acquired.window and method != "ring" else "not in"
+                decision = replace(decision, reason=f"{decision.reason}; {windows} symmetric windows")
+            with Lanes(comm, *schedule, limit, acquired, self.owner, decision) as p:
+                if acquired.interrupted:
+                    p.main.wait_lane(p.comm)
+                yield p
 
     def save(self, ctx: Any) -> None:
         """Save what `in_backward` needs. Call it after the communication of the forward pass."""
@@ -150,22 +157,22 @@ class Call:
         record_forward_call(ctx, self.comm, self.name)
 
     def weight_grad(self, w: Tensor, needed: bool, products: int = 1) -> Grad:
-        """Return the gradient of w [n, k]. Several products are accumulated in at least float32."""
+        """Return the sum that becomes the gradient of w [n, k]: of several products in at least float32."""
         into = self.main_grad if needed and self.main_grad is not None and accumulates(self.parameter) else None
         return Grad((outer_rows, add_outer_rows), w, w.shape, needed, products, into)
 
     def bias_grad(self, w: Tensor, needed: bool, products: int = 1) -> Grad:
-        """Return the gradient of the bias [n]."""
+        """Return the sum that becomes the gradient of the bias [n]."""
         return Grad((sum_rows, add_sum_rows), w, w.shape[:1], needed, products)
 
 
 @contextmanager
 def in_backward(ctx: Any, replicated: Sequence[Tensor] = ()) -> Iterator[Call]:
-    """Enter a backward pass, and return its call. Then the saved tensors can be read.
+    """A context manager that enters a backward pass and yields its call. Then the saved tensors can be read.
 
     The flight recorder shows the collectives with the call site of the forward call.
 
-    replicated  the cotangent that must be equal on all ranks"""
+    replicated  cotangents that must be equal on all ranks"""
     call: Call = ctx.matmul_call
     with attribute_calls(f"{type(ctx).__name__.removesuffix('Backward')}.backward", ctx.site):
         collective.enter_backward(ctx, call.comm, replicated)
@@ -222,8 +229,10 @@ def main_grad_of(operation: str, w: Tensor, fused: bool) -> Tensor | None:
 class Grad:
     """The gradient of a parameter: a sum over pieces of rows, in the order of a lane.
 
-    first, more  issue the first product, and add another one
-    into         add to this tensor, and return no gradient: `IntoMainGrad` marks the parameter"""
+    work      functions that write the first product, and that add another one
+    w         has the data type and device of the gradient
+    products  their number; several are summed in at least float32
+    into      add to this tensor, and return no gradient: `IntoMainGrad` marks the parameter"""
 
     def __init__(
         self,
@@ -241,7 +250,7 @@ class Grad:
         self._sum = into if into is not None or not needed else w.new_empty(shape, dtype=dtype)
 
     def add(self, lane: Lane | Serial, *rows: Tensor) -> None:
-        """Add the product of rows, each [q, rows, ..]: dy, and x for a weight."""
+        """Add the product of rows, each [q, rows, ..] or [rows, ..]: dy, and x for a weight."""
         if self._sum is None:
             return
         if self._started:

@@ -92,14 +92,22 @@ def pass_of(comm: Communicator, owner: Any, key: PassKey) -> ScheduledCall:
     return call
 
 
+def compare_ranks(comm: Communicator, owner: Any, key: PassKey) -> None:
+    """Raise NcclInvalidUsage on every rank if the ranks pass different arguments. Collective as `_agree`."""
+    _lookup(comm, owner, key)
+
+
 def x_needs_grad(comm: Communicator, owner: Any, requires_grad: bool) -> bool:
     """Return whether the input of a column-parallel layer needs a gradient on any rank. Every rank then takes part in
-    its sum.
+    its sum. It is True for a function that is called without a layer: its calls have nothing in common.
 
     Collective in the first call of a layer, and in the first one in which an input needs a gradient after none did.
     So an input may begin to need one only on all ranks together. Once it has, the layer computes it in every call,
-    until `retry`."""
-    passes, owner = state_of(comm, Passes), comm if owner is None else owner
+    until `retry`. With PYNCCL_CHECK=1 the ranks compare in every call. In a CUDA graph capture they cannot: then it is
+    True, which needs no agreement."""
+    if owner is None:
+        return True
+    passes = state_of(comm, Passes)
     known = passes.needs_grad.get(owner)
     if known is None or (requires_grad and not known) or comm.checking:
         if _captures(comm):
@@ -124,8 +132,9 @@ def _next(comm: Communicator, key: PassKey, race: Race) -> ScheduledCall:
 
 
 def _all_passes() -> list[tuple[Any, Passes]]:
-    comms = [(comm, comm._attached.get(Passes)) for comm in list(by_key.values())]
-    return [(comm, passes) for comm, passes in comms if passes is not None]
+    """Other threads may add communicators meanwhile."""
+    comms = [comm for ref in by_key.valuerefs() if (comm := ref()) is not None]
+    return [(comm, passes) for comm in comms if (passes := comm._attached.get(Passes)) is not None]
 
 
 def _lookup(comm: Communicator, owner: Any, key: PassKey) -> Decision | Race:

@@ -27,7 +27,8 @@ class OverlapConfig:
     chunks           number of slices of the rows, >= 1, for "slices" and "exchange"; None: 2, 4 and 8 are tried. With
                      "auto" the race has only this number of slices, and no ring
     aggregate        "ring" gathers the blocks of two ranks for each matmul
-    compute_streams  1 or 2 streams that the matmuls of the slices alternate between; None: 2 on a GPU with slices
+    compute_streams  1 or 2 streams that the matmuls alternate between; None: 2 on a GPU with several slices or
+                     the ring
     num_comm_ctas    maximum number of thread blocks (CTAs) of a collective, as NCCL's maxCTAs. Before NCCL 2.31, and
                      for "ring", it needs a child communicator, which a layer splits off when it is constructed, and a
                      function in its first pass; the child ends with its parent

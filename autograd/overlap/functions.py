@@ -3,7 +3,7 @@
 N ranks; x is [s, .., in] with the sequence in dimension 0, w is [out, in] as in F.linear; rows are all dimensions but
 the last.
 
-    all_gather_matmul        x [s/N, .., in]     -> y [s, .., out]      dx is reduce-scattered
+    all_gather_matmul        x [s/N, .., in]     -> y [s, .., out/N]    dx is reduce-scattered
     matmul_reduce_scatter    x [s, .., in/N]     -> y [s/N, .., out]    dy is all-gathered
     matmul_all_reduce        x [s, .., in/N]     -> y [s, .., out]      no communication
     copy_matmul              x [s, .., in] equal -> y [s, .., out/N]    dx is all-reduced

@@ -22,7 +22,7 @@ def by_rank(full: Tensor, size: int) -> Tensor:
 
 
 class Block(NamedTuple):
-    """rows [q, n, k]: those at `at` of q neighboring ranks, of N. ranks None: rows [M, k], all rows of all ranks"""
+    """rows [q, .., k]: those at `at` of q neighboring ranks out of `size`. ranks None: rows [M, k], all of all ranks"""
 
     rows: Tensor
     ranks: slice | None = None
@@ -35,7 +35,7 @@ class Block(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """The blocks that are available after `arrived`. arrived None: available from the start"""
+    """The blocks that are available after `arrived`. None: without a wait, this rank's own or without overlap"""
 
     arrived: Point | None
     blocks: list[Block]
@@ -55,8 +55,8 @@ def blocks_of(rows: int, count: int) -> list[slice]:
 def all_gather(p: Pass, x: Tensor, full: Tensor | None = None) -> list[Piece]:
     """Launch the all-gather of x, and return its pieces in the order of their arrival.
 
-    full  [M, k]: output for all rows, if the caller keeps them; complete when the lanes have been joined, see
-          `keep`"""
+    full  [M, k]: output for all rows, if the caller keeps them; complete after `keep` of each piece, when the lanes
+          have been joined"""
     if isinstance(p, Serial):
         full, arrived = gather_whole(p, x, full)
         return [Piece(arrived, [Block(full)])]
@@ -71,9 +71,9 @@ def all_gather(p: Pass, x: Tensor, full: Tensor | None = None) -> list[Piece]:
 
 def gather_whole(p: Pass, x: Tensor, full: Tensor | None = None) -> tuple[Tensor, Point | None]:
     """Launch the all-gather of x in one collective, into a buffer unless there is an output. Return (full, arrived)."""
-    p.comm.wait(p.start)
     if full is None:
         full = p.buffers.empty("gathered", (p.size * x.shape[0], x.shape[1]), x)
+    p.comm.wait(p.start)
     gather_rows(p, x, full)
     return full, p.comm.record()
 
@@ -91,7 +91,7 @@ def gather_rows(p: Pass, x: Tensor, gathered: Tensor) -> None:
 
 
 def keep(lane: Lane | Serial, piece: Piece, full: Tensor) -> None:
-    """Copy a piece to `full`, unless it was received there."""
+    """Copy a piece of other ranks to `full`, unless it was received there. `all_gather` copies the own rows."""
     for block in piece.blocks:
         into = block.of(full)
         if piece.arrived is not None and into.data_ptr() != block.rows.data_ptr():
@@ -110,8 +110,8 @@ def _others(p: Lanes, rows: Tensor, at: slice) -> list[Block]:
 
 def _by_slices(p: Lanes, x: Tensor, chunks: list[slice], full: Tensor | None) -> list[Piece]:
     """The slices need a buffer of their own: a collective writes the rows of its slice contiguously, rank by rank."""
-    p.comm.wait(p.start)
     arrivals = p.buffers.empty("gathered", (p.size * x.shape[0], x.shape[1]), x)
+    p.comm.wait(p.start)
     pieces = [_own(p, x)]
     if full is not None:
         p.main.run(copy, x, out=by_rank(full, p.size)[p.rank])
@@ -123,12 +123,11 @@ def _by_slices(p: Lanes, x: Tensor, chunks: list[slice], full: Tensor | None) ->
 
 
 def _around_the_ring(p: Lanes, x: Tensor, full: Tensor | None) -> list[Piece]:
-    """In step i, each rank sends to the next rank the block that it received in step i-1."""
+    """In step i, each rank sends to the next rank the block that it received in step i-1, first its own."""
+    kept = full is not None
+    full = by_rank(p.buffers.empty("gathered", (p.size * x.shape[0], x.shape[1]), x) if full is None else full, p.size)
     p.comm.wait(p.start)
-    if full is None:
-        full = by_rank(p.buffers.empty("gathered", (p.size * x.shape[0], x.shape[1]), x), p.size)
-    else:
-        full = by_rank(full, p.size)
+    if kept:
         p.main.run(copy, x, out=full[p.rank])
     pieces, at = [_own(p, x)], slice(0, x.shape[0])
     per_piece = 2 if p.aggregate else 1

@@ -49,7 +49,7 @@ class Observer:
         """Called when the lane waits for the point."""
 
     def closed(self, lanes: Lanes) -> None:
-        """Called when the caller has waited for all work on the lanes."""
+        """Called when the caller's stream waits for all work on the lanes; not after an error on the CPU."""
 
     def decided(self, owner: Any, decision: Any) -> None:
         """Called with the decision for a layer's pass, before the pass and again during a backward pass."""
@@ -109,7 +109,7 @@ class Lane:
         return point
 
     def wait(self, point: Point | None) -> None:
-        """Let later work of this lane start after the point. No event is issued if that is already the case."""
+        """Let later work of this lane start after the point. No wait is issued if that is already the case."""
         if point is None or point.lane == self.name or self.seen.get(point.lane, 0) >= point.issued:
             return
         for observer in self.lanes.observers:
@@ -245,8 +245,8 @@ class Lanes:
             lane.run(torch.mm, gathered, w, out=y)
                                                              # here the caller's stream waits for the others
 
-    All memory is allocated on `main` by the caller, and kept until the end, so that it is not reused while another lane
-    uses it.
+    Buffers and results are allocated on `main` by the caller, and kept until the end, so that their memory is not
+    reused while another lane uses it.
 
     method, chunks, aggregate  of the schedule
     kept                       tensors of enqueued work, until the caller's stream has waited for the work"""
@@ -270,6 +270,7 @@ class Lanes:
         self.kept = KeepAliveList()
         self._events: list[Any] = []
         self._next = 0
+        self._start: Point | None = None
         self.observers = tuple(observers)  # a copy: each observer sees the begin and the end of the pass
         self.main, self.comm, self._computing = maker(self, comm, compute_streams, priority)
         self._stream = self._handle()
@@ -277,8 +278,15 @@ class Lanes:
     def __enter__(self) -> Lanes:
         for observer in self.observers:
             observer.opened(self)
-        self.start = self.main.record()
         return self
+
+    @property
+    def start(self) -> Point:
+        """The point after the work of the caller, and the allocation of buffers, which fills them if torch is to be
+        deterministic. Recorded at its first use."""
+        if self._start is None:
+            self._start = self.main.record()
+        return self._start
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -353,13 +361,16 @@ class Lanes:
 
     def new_event(self) -> Any:
         """Return a CUDA event of the communicator's device, if possible one of an earlier operation."""
-        spare = state_of(self.nccl, SpareEvents)
-        self._events.append(spare.pop() if spare else torch.cuda.Event())
-        return self._events[-1]
+        try:
+            event = state_of(self.nccl, SpareEvents).pop()
+        except IndexError:
+            event = torch.cuda.Event()
+        self._events.append(event)
+        return event
 
 
 class Serial:
-    """A pass without overlap: it is its own and only lane, the caller's stream, and has no event and no kept buffer."""
+    """A pass without overlap, and its only lane, the caller's stream. It has no event and no kept buffer."""
 
     __slots__ = ("nccl", "rank", "size")
     method, chunks, aggregate, start, buffers = "off", 1, False, None, FRESH
@@ -386,7 +397,7 @@ class Serial:
         work(*inputs, out=out)
 
     def record(self) -> None:
-        """Work that is issued later runs later."""
+        """Return None: later work runs later."""
 
     def wait(self, point: object) -> None:
         """See `record`."""

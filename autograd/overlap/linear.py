@@ -22,14 +22,14 @@ from . import unfused
 from .call import Call, flat_rows, in_backward, needs_graph, shaped
 from .gather import all_gather, gather_whole, keep
 from .handoff import PendingSlices
-from .matmul import add, linear_rows
+from .matmul import add, linear_plus, linear_rows
 from .reduce import all_reduce, reduce_scatter
 
 
 class _Linear(Function):
     @classmethod
     def apply(cls, *args: Any) -> Any:
-        """Function.apply without its Python part, which is for torch.func: its transforms use unfused.py."""
+        """Skip the Python part of Function.apply, which only torch.func needs; under torch.func, unfused.py runs."""
         with attribute_calls(f"{cls.__name__}.forward"):  # for the flight recorder
             return super(Function, cls).apply(*args)  # type: ignore[misc]
 
@@ -41,7 +41,8 @@ class AllGatherMatmul(_Linear):
     backward   dy [M, n], dx_full [M, k]        dx_shard = reduce_scatter(dy @ w + dx_full)
                                                 dw = dy.T @ x_full                        db = sum of dy's rows
 
-    x_full is an output only if it is kept. Otherwise the backward pass gathers x_shard again, hidden behind dy @ w.
+    x_full is an output only if it is kept. Otherwise the backward pass gathers x_shard again, in one collective issued
+    first. With overlap, dy @ w runs meanwhile; with the ring only its first two parts, which the first step waits for.
     """
 
     @staticmethod
@@ -89,9 +90,10 @@ class AllGatherMatmul(_Linear):
                 if sums is not None:
                     for part in sums:
                         lane = sums.lane()
-                        lane.run(linear_rows, part.of(dy), w, out=part.partial)
-                        if dx_full is not None:
-                            lane.run(add, part.of(dx_full), part.partial, out=part.partial)
+                        if dx_full is None:
+                            lane.run(linear_rows, part.of(dy), w, out=part.partial)
+                        else:
+                            lane.run(linear_plus, part.of(dy), w, part.of(dx_full), out=part.partial)
                         sums.launch(part, lane)
                 db.add(p.main, dy)
                 p.main.wait(arrived)

@@ -41,6 +41,15 @@ def _is_flat(stack: Tensor) -> bool:
     return stack.stride(0) == stack.shape[1] * stack.stride(1)
 
 
+def linear_plus(a: Tensor, w_t: Tensor, addend: Tensor, *, out: Tensor) -> None:
+    """out = a @ w_t + addend, in the wider type of a and out."""
+    total = out if out.dtype.itemsize >= a.dtype.itemsize else a.new_empty(out.shape)
+    linear_rows(a, w_t, out=total)
+    total.add_(addend)
+    if total is not out:
+        out.copy_(total)
+
+
 def outer_rows(g: Tensor, a: Tensor, *, out: Tensor) -> None:
     """out = sum_q g_q.T @ a_q.   g [q, rows, n], a [q, rows, k] -> [n, k]; or g [rows, n], a [rows, k]"""
     _outer(g, a, out, first=True)

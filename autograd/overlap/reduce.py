@@ -8,7 +8,7 @@ Without overlap, the sums have one part with all rows.
         lane = sums.lane()
         lane.run(linear_rows, part.of(x), w.t(), out=part.partial)
         sums.launch(part, lane)
-    sums.finish()                                           # complete when the lanes have been joined
+    sums.finish()                                           # of a reduce-scatter; complete when the lanes are joined
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ from .matmul import add, copy, sum_in_order
 
 
 class Part(NamedTuple):
-    """A part of the products of this rank, into `partial`: for a reduce-scatter [q, n, out], of the rows at `rows` of q
-    neighboring ranks, of N; for an all-reduce [n, out]. ranks None: of the rows at `rows`"""
+    """The rows of which this rank computes a product next, into `partial` [.., out].
+
+    Those at `rows` of q neighboring ranks out of `size`, partial [q, rows, out]; ranks None: those at `rows` of the
+    whole tensor, partial [rows, out]"""
 
     partial: Tensor
     rows: slice
@@ -90,11 +92,11 @@ class ReduceScatter(Sums):
             self.p.comm.run(copy, total, out=self.out)
 
     def finish(self) -> None:
-        """Issue what remains to be done after other work of the caller."""
+        """Issue what should come after the caller's other work: the last addition of a ring."""
 
 
 class SlicedReduceScatter(ReduceScatter):
-    """Each slice contains rows of every rank, so that the sums for all ranks can start."""
+    """Each slice contains rows of every rank, so its sums can start when its product is complete. One slice: "bulk"."""
 
     def __init__(self, p: Pass, out: Tensor, dtype: torch.dtype | None) -> None:
         super().__init__(p, out, dtype)
@@ -174,7 +176,7 @@ def all_reduce(p: Pass, out: Tensor, dtype: torch.dtype | None) -> AllReduce:
 
 
 class AllReduce(Sums):
-    """Each slice is summed in place."""
+    """Each slice is summed in place, in `out` or in a buffer that is copied to it."""
 
     def __init__(self, p: Pass, out: Tensor, dtype: torch.dtype | None) -> None:
         super().__init__(p, out, dtype)

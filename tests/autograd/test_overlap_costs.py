@@ -28,6 +28,7 @@ SCHEDULES: dict[str, Any] = {
     "exchange": OverlapConfig("exchange", chunks=2),
     "bulk, gathered again": OverlapConfig("bulk", save_gathered=False),
 }
+LAYERS = ((True, True), (True, False), (False, True), (False, False))  # column, scattered
 
 
 def new_layer(comm: Communicator, column: bool, scattered: bool, overlap: Any, **options: Any) -> Any:
@@ -54,7 +55,7 @@ def wrong_flops(comm: Communicator) -> list[str]:
     one = 2 * ROWS * WIDTH * WIDTH // comm.size
     wrong = []
     for name, overlap in SCHEDULES.items():
-        for column, scattered in ((True, True), (True, False), (False, True), (False, False)):
+        for column, scattered in LAYERS:
             layer, x = new_layer(comm, column, scattered, overlap, bias=False), input_of(comm, column, scattered)
             matmul_flops(layer, x)
             for needed, matmuls in ((False, 2), (True, 3)):
@@ -107,18 +108,20 @@ def test_ranks_may_differ_in_what_needs_a_gradient(ranks: RankPool, n: int) -> N
 def objects_in_cycles(comm: Communicator) -> dict[str, int]:
     found = {}
     for name, overlap in SCHEDULES.items():
-        for column, scattered in ((True, True), (True, False), (False, True), (False, False)):
-            layer = new_layer(comm, column, scattered, overlap)
-            x = input_of(comm, column, scattered).requires_grad_()
-            for step in range(4):
-                if step == 1:
-                    gc.collect()
-                    gc.disable()
+        layers = [new_layer(comm, column, scattered, overlap) for column, scattered in LAYERS]
+        inputs = [input_of(comm, column, scattered).requires_grad_() for column, scattered in LAYERS]
+        for step in range(4):
+            if step == 1:
+                gc.collect()
+                gc.freeze()  # the objects of other tests need not be looked at again
+                gc.disable()
+            for layer, x in zip(layers, inputs, strict=True):
                 layer(x).sum().backward()
-            number = gc.collect()
-            gc.enable()
-            if number:
-                found[f"{name}, column {column}, {scattered}"] = number
+        number = gc.collect()
+        gc.enable()
+        gc.unfreeze()
+        if number:
+            found[name] = number
     return found
 
 
