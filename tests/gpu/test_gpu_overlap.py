@@ -25,7 +25,10 @@ from gpu.overlapped import (
 import pynccl_autograd as ad
 from pynccl import Communicator
 from pynccl_autograd import OverlapConfig
+from pynccl_autograd.overlap import lanes
+from pynccl_autograd.overlap.buffers import Buffers
 from pynccl_autograd.overlap.tune import EVERY, STARTS
+from pynccl_autograd.state import state_of
 
 CONFIGS = (
     OverlapConfig("slices", chunks=1),
@@ -67,6 +70,37 @@ def test_exact_sums_are_bitwise_equal_in_every_schedule(
         found = forward_and_backward(case, shards, comm, config, reduce_dtype=reduce_dtype)
         assert {got.dtype for got in found} == {dtype}
         assert_same(found, expected, config)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_without_overlap_a_pass_makes_no_event_and_no_lanes(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    case, full = CASES[name], inputs(comm, seed=2)
+    shards, expected = to(shards_of(case, full, comm), torch.float32), shards_of(case, reference(full), comm)
+
+    def unexpected(*args: Any, **options: Any) -> None:
+        raise AssertionError("a pass without overlap made an event or lanes")
+
+    monkeypatch.setattr(torch.cuda, "Event", unexpected)
+    monkeypatch.setattr(lanes, "maker", unexpected)
+    found = forward_and_backward(case, shards, comm, "off")
+    monkeypatch.undo()
+    assert_same(found, expected, "off")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_buffers_that_torch_fills_are_filled_before_they_are_used(comm: Communicator, name: str) -> None:
+    """With deterministic algorithms torch fills new memory, on the caller's stream."""
+    case, full = CASES[name], inputs(comm, seed=3)
+    shards, expected = to(shards_of(case, full, comm), torch.float32), shards_of(case, reference(full), comm)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        for config in configs_for(comm):
+            state_of(comm, Buffers).drop()
+            assert_same(forward_and_backward(case, shards, comm, config), expected, config)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("function", [ad.matmul_reduce_scatter, ad.matmul_all_reduce])
