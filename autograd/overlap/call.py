@@ -96,9 +96,7 @@ class Call:
         off = config.method == config.backward.method == "off"
         # A shortcut to the same decision:
         off = off or (config is AUTO and not observers and is_tiny(comm, rows, *self.parameter.shape))
-        if off and torch.is_autocast_enabled(x.device.type):
-            return None  # unfused.py communicates in the type of x
-        tensors = cast(comm, x, self.weight, bias)
+        tensors = cast(comm, x, self.weight, bias, off)
         if tensors is None:
             return None
         if forward:
@@ -194,15 +192,21 @@ def is_plain(*tensors: Tensor | None) -> bool:
     return True
 
 
-def cast(comm: Communicator, x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None] | None:
+def cast(
+    comm: Communicator, x: Tensor, w: Tensor, bias: Tensor | None, off: bool
+) -> tuple[Tensor, Tensor, Tensor | None] | None:
     """Return the tensors for the Function, or None if it does not apply.
 
-    torch.autocast applies before the communication, so that tensors travel in the autocast type."""
+    With overlap, torch.autocast applies before the communication, so that tensors travel in the autocast type.
+
+    off  whether neither pass will overlap"""
     if comm.size == 1 or torch.compiler.is_compiling():
         return None
     if x.dim() < 2 or not x.numel() or not w.numel() or not is_plain(x, w, bias):
         return None
     if torch.is_autocast_enabled(x.device.type):
+        if off:
+            return None
         dtype = torch.get_autocast_dtype(x.device.type)
         x, w = (t if t.dtype is torch.float64 else t.to(dtype) for t in (x, w))
         bias = bias if bias is None or bias.dtype is torch.float64 else bias.to(dtype)
