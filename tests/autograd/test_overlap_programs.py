@@ -148,3 +148,32 @@ def abort_one_rank(comm: Communicator) -> str:
 
 def test_a_rank_that_aborts_raises_on_the_others(ranks: RankPool) -> None:
     assert ranks.run(3, abort_one_rank) == ["NcclRemoteError", "left", "NcclRemoteError"]
+
+
+def check_types_in_flight(comm: Communicator) -> None:
+    """With autocast and without overlap, the types are those of the collective and F.linear, one after the other. Sums
+    in float8 are converted once, after the cotangent of the gathered tensor has been added."""
+    torch.manual_seed(comm.rank)
+    x, w = torch.randn(64, 32), torch.randn(48, 32)
+    for overlap, reduce_dtype in itertools.product(("off", "auto"), (None, torch.float32)):
+        mine, other = x.clone().requires_grad_(), x.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            y, gathered = ad.all_gather_matmul(
+                mine, w, comm, overlap=overlap, reduce_dtype=reduce_dtype, return_gathered=True
+            )  # type: ignore[call-overload]
+            expected = F.linear(ad.all_gather(other, comm, 0, grad="sum"), w)
+        assert gathered.dtype is torch.float32 and torch.equal(y, expected)
+        y.float().square().sum().backward()
+        expected.float().square().sum().backward()
+        assert mine.grad is not None and other.grad is not None and torch.equal(mine.grad, other.grad)
+    for config in (OverlapConfig("off"), CONFIGS[0], CONFIGS[2]):  # a ring adds, which torch cannot in float8
+        mine = x.clone().requires_grad_()
+        y, gathered = ad.all_gather_matmul(
+            mine, w, comm, overlap=config, reduce_dtype=torch.float8_e5m2, return_gathered=True
+        )  # type: ignore[call-overload]
+        (y.mean() + gathered.mean()).backward()
+        assert mine.grad is not None and mine.grad.isfinite().all()
+
+
+def test_types_in_which_tensors_are_communicated(ranks: RankPool) -> None:
+    ranks.run(2, check_types_in_flight)
