@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from pynccl import Communicator, NcclInvalidUsage
 from pynccl.bindings.values import shown
 from pynccl.comm.base import by_key
+from pynccl.watch.attribution import attribute_calls
 
 from ..agreement import gathered
 from ..recompute import replay_choice
@@ -112,7 +113,8 @@ def x_needs_grad(comm: Communicator, owner: Any, requires_grad: bool) -> bool:
     if known is None or (requires_grad and not known) or comm.checking:
         if _captures(comm):
             return True
-        known = passes.needs_grad[owner] = any(need for (need,) in gathered(comm, [requires_grad]))
+        with attribute_calls("x_needs_grad"):  # for the flight recorder
+            known = passes.needs_grad[owner] = any(need for (need,) in gathered(comm, [requires_grad]))
     return known
 
 

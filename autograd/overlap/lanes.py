@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from torch import Tensor
 
 import pynccl
 from pynccl import CollConfig, Communicator
+from pynccl.comm import observers as binding
 from pynccl.comm.observers import waiting
 from pynccl.interop.handles import source_of, vouched
 from pynccl.interop.streams import stream_handle
@@ -59,15 +60,9 @@ observers: list[Observer] = []
 os.register_at_fork(after_in_child=observers.clear)
 
 
-@contextlib.contextmanager
-def observing(observer: Observer) -> Iterator[None]:
+def observing(observer: Observer) -> contextlib.AbstractContextManager[None]:
     """Call the observer for all passes in the block, in all threads. A forked child has no observers."""
-    observers.append(observer)
-    try:
-        yield
-    finally:
-        if observer in observers:  # it is not in a forked child
-            observers.remove(observer)
+    return binding.observing(observer, observers)
 
 
 class Point(NamedTuple):

@@ -27,10 +27,12 @@ from .reduce import all_reduce, reduce_scatter
 
 
 class _Linear(Function):
+    """Base class: names the calls of its forward pass in the flight recorder."""
+
     @classmethod
     def apply(cls, *args: Any) -> Any:
         """Skip the Python part of Function.apply, which only torch.func needs; under torch.func, unfused.py runs."""
-        with attribute_calls(f"{cls.__name__}.forward"):  # for the flight recorder
+        with attribute_calls(f"{cls.__name__}.forward"):
             return super(Function, cls).apply(*args)  # type: ignore[misc]
 
 

@@ -65,16 +65,18 @@ os.register_at_fork(after_in_child=observers.clear)
 
 
 @contextlib.contextmanager
-def observing(observer: Observer) -> Iterator[None]:
+def observing(observer: Any, among: list[Any] = observers) -> Iterator[None]:
     """Call the observer for everything that this process does in the block, in all threads.
 
-    The replay of a CUDA graph is not observed. A forked child has no observers."""
-    observers.append(observer)
+    The replay of a CUDA graph is not observed. A forked child has no observers.
+
+    among  the observers of what: other packages have lists of their own"""
+    among.append(observer)
     try:
         yield
     finally:
-        if observer in observers:  # it is not in a forked child
-            observers.remove(observer)
+        if observer in among:  # it is not in a forked child
+            among.remove(observer)
 
 
 def observed(calls: Sequence[Observed]) -> AbstractContextManager[None]:
