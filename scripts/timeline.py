@@ -125,8 +125,8 @@ def on_one_stream(step: Step) -> Operation:
     """Run everything on the caller's stream, in the order of issue. The lane "comm" only labels communication."""
 
     def caller_only(of: lanes.Lanes, *_: Any) -> tuple[lanes.Lane, lanes.Lane, list[lanes.Lane]]:
-        main = lanes.CallerLane("main", of)
-        return main, lanes.CallerLane("comm", of), [main]
+        main = lanes.Lane("main", of)
+        return main, lanes.Lane("comm", of), [main]
 
     original: Any = lanes.maker
     lanes.maker = caller_only  # type: ignore[assignment]

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from pynccl import Communicator
-from pynccl.bindings.values import attribute, shown
+from pynccl.bindings.values import attribute, instance, shown
 from pynccl.watch.attribution import attribute_calls
 
 from .. import collective
 from ..agreement import check_not_in_group
-from ..arguments import check_reduce_dtype, check_type
+from ..arguments import check_call, check_comm, check_reduce_dtype, check_type
 from ..collective import record_forward_call, require_grad
 from ..state import state_of
 from ..torch_internals import accumulates, dispatch_modes, has_storage, in_forward_mode, reshaped, transforms_active
@@ -35,7 +35,7 @@ from .limits import limited
 from .matmul import add_outer_rows, add_sum_rows, outer_rows, sum_rows
 from .schedules import Decision, PassKey, is_tiny
 from .tune import NOT_SCHEDULED, ScheduledCall
-from .unfused import check_input, into_main_grad
+from .unfused import IntoMainGrad
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -54,18 +54,9 @@ class Call:
     """
 
     def __init__(
-        self,
-        name: str,
-        kind: str,
-        x: Tensor,
-        w: Tensor,
-        comm: Communicator,
-        bias: Tensor | None,
-        overlap: Overlap,
-        reduce_dtype: Dtype,
-        fused: bool,
-        owner: Any,
-    ) -> None:
+        self, name: str, kind: str, x: Tensor, w: Tensor, comm: Communicator, bias: Tensor | None, overlap: Overlap,
+        reduce_dtype: Dtype, fused: bool, owner: Any,
+    ) -> None:  # fmt: skip
         if owner is not None and not isinstance(owner, nn.Module):
             raise TypeError(f"{name}: owner is {shown(owner)}, expected the module that makes the call, or None")
         self.caller = caller = name if owner is None else type(owner).__name__
@@ -82,7 +73,8 @@ class Call:
     @property
     def weight(self) -> Tensor:
         """The weight, whose gradient is added to main_grad if there is one."""
-        return self.parameter if self.main_grad is None else into_main_grad(self.parameter, self.main_grad)
+        w: Tensor = self.parameter
+        return w if self.main_grad is None else IntoMainGrad.apply(w, self.main_grad)
 
     def schedule(
         self, x: Tensor, bias: Tensor | None, rows: int, forward: str | None, backward: str | None
@@ -139,12 +131,11 @@ class Call:
     def _on_lanes(self, decision: Decision, config: OverlapConfig, like: Tensor) -> Iterator[Pass]:
         method, buffers = decision.method, self.buffers or state_of(self.comm, Buffers)
         comm, limit = limited(buffers.carrier or self.comm, config, method)
-        schedule = (method, decision.chunks, config.aggregate, decision.compute_streams, config.priority)
         with buffers.acquire(like) as acquired:
             if observers and self.buffers is not None:
                 windows = "in" if acquired.window and method != "ring" else "not in"
                 decision = replace(decision, reason=f"{decision.reason}; {windows} symmetric windows")
-            with Lanes(comm, *schedule, limit, acquired, self.owner, decision) as p:
+            with Lanes(comm, config, decision, limit, acquired, self.owner) as p:
                 if acquired.interrupted:
                     p.main.wait_lane(p.comm)
                 yield p
@@ -212,6 +203,40 @@ def cast(
         bias = bias if bias is None or bias.dtype is torch.float64 else bias.to(dtype)
     same_dtype = x.dtype in _DTYPES and x.dtype is w.dtype and (bias is None or bias.dtype is x.dtype)
     return (x, w, bias) if same_dtype else None
+
+
+def check_input(operation: str, x: Tensor, w: Tensor, comm: Communicator, bias: Tensor | None) -> None:
+    """Check that x can be communicated over comm and multiplied with w, and that bias fits; the errors name the
+    operation."""
+    if type(comm) is not Communicator:
+        check_comm(operation, comm, x=x, w=w)
+    check_call(operation, x, comm)
+    if torch.compiler.is_compiling():
+        return
+    if not isinstance(w, Tensor) or w.dim() != 2:
+        raise TypeError(f"{operation}: w is {shown(w)}, expected a weight [out, in], a torch.Tensor")
+    if not x.dim() or x.shape[-1] != w.shape[1]:
+        raise ValueError(
+            f"{operation}: x has shape {tuple(x.shape)}, expected [.., {w.shape[1]}] for a weight of shape "
+            f"{tuple(w.shape)} on this rank"
+        )
+    if bias is not None:
+        instance(bias, Tensor, f"{operation}: bias", "a torch.Tensor, or None")
+        if bias.shape != w.shape[:1]:
+            raise ValueError(
+                f"{operation}: bias has shape {tuple(bias.shape)}, expected {tuple(w.shape[:1])}, the out features of "
+                f"w {tuple(w.shape)}"
+            )
+    for name, t in (("x", x), ("bias", bias)):
+        if t is None:
+            continue
+        if t.dtype is not w.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise TypeError(
+                f"{operation}: {name} is {t.dtype}, the weight {w.dtype}; pass {name}.to({w.dtype}), or use "
+                "torch.autocast"
+            )
+        if t.device != w.device:
+            raise ValueError(f"{operation}: {name} is on {t.device}, the weight on {w.device}; pass both on one device")
 
 
 def main_grad_of(operation: str, w: Tensor, fused: bool) -> Tensor | None:

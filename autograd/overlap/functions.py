@@ -30,41 +30,18 @@ from .linear import AllGatherMatmul, CopyMatmul, MatmulAllReduce, MatmulReduceSc
 
 @overload
 def all_gather_matmul(
-    x: Tensor,
-    w: Tensor,
-    comm: Communicator,
-    bias: Tensor | None = None,
-    *,
-    overlap: Overlap = "auto",
-    reduce_dtype: Dtype = None,
-    grad_accumulation_fusion: bool = False,
-    owner: Any = None,
-) -> Tensor: ...
+    x: Tensor, w: Tensor, comm: Communicator, bias: Tensor | None = None, *,
+    overlap: Overlap = "auto", reduce_dtype: Dtype = None, grad_accumulation_fusion: bool = False, owner: Any = None,
+) -> Tensor: ...  # fmt: skip
 @overload
 def all_gather_matmul(
-    x: Tensor,
-    w: Tensor,
-    comm: Communicator,
-    bias: Tensor | None = None,
-    *,
-    overlap: Overlap = "auto",
-    reduce_dtype: Dtype = None,
-    grad_accumulation_fusion: bool = False,
-    return_gathered: Literal[True],
-    owner: Any = None,
-) -> tuple[Tensor, Tensor]: ...
+    x: Tensor, w: Tensor, comm: Communicator, bias: Tensor | None = None, *, return_gathered: Literal[True],
+    overlap: Overlap = "auto", reduce_dtype: Dtype = None, grad_accumulation_fusion: bool = False, owner: Any = None,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def all_gather_matmul(
-    x: Tensor,
-    w: Tensor,
-    comm: Communicator,
-    bias: Tensor | None = None,
-    *,
-    overlap: Overlap = "auto",
-    reduce_dtype: Dtype = None,
-    grad_accumulation_fusion: bool = False,
-    return_gathered: bool = False,
-    owner: Any = None,
-) -> Any:
+    x: Tensor, w: Tensor, comm: Communicator, bias: Tensor | None = None, *, return_gathered: bool = False,
+    overlap: Overlap = "auto", reduce_dtype: Dtype = None, grad_accumulation_fusion: bool = False, owner: Any = None,
+) -> Any:  # fmt: skip
     """Return all_gather(x, dim 0) @ w.T + bias.   x [s/N, .., in], w [out, in], bias [out] -> [s, .., out]
 
     The backward pass reduce-scatters dx; dw and dbias are sums over all rows.
@@ -85,23 +62,16 @@ def all_gather_matmul(
     call = Call(name, "column", x, w, comm, bias, overlap, reduce_dtype, grad_accumulation_fusion, owner)
     tensors = call.schedule(x, bias, rows_of(x) * comm.size, name, "column_backward")
     if tensors is None:
-        return unfused.all_gather_matmul(x, call.weight, comm, bias, call.reduce_dtype, return_gathered)
+        return unfused.all_gather_matmul(call, x, bias, return_gathered)
     keeps = return_gathered or (call.config.save_gathered and torch.is_grad_enabled())
     y, *gathered = AllGatherMatmul.apply(*tensors, call, keeps)
     return (y, gathered[0]) if return_gathered else y
 
 
 def matmul_reduce_scatter(
-    x: Tensor,
-    w: Tensor,
-    comm: Communicator,
-    bias: Tensor | None = None,
-    *,
-    overlap: Overlap = "auto",
-    reduce_dtype: Dtype = None,
-    grad_accumulation_fusion: bool = False,
-    owner: Any = None,
-) -> Tensor:
+    x: Tensor, w: Tensor, comm: Communicator, bias: Tensor | None = None, *,
+    overlap: Overlap = "auto", reduce_dtype: Dtype = None, grad_accumulation_fusion: bool = False, owner: Any = None,
+) -> Tensor:  # fmt: skip
     """Return reduce_scatter(x @ w.T, dim 0) + bias.   x [s, .., in/N], w [out, in/N], bias [out] -> [s/N, .., out]
 
     The bias is added once, after the sum. The backward pass all-gathers dy; dbias is the sum over all ranks' rows.
@@ -116,48 +86,25 @@ def matmul_reduce_scatter(
     check_divisible(call.caller, x, 0, comm, "use another sequence length")
     tensors = call.schedule(x, bias, rows_of(x), name, "row_backward")
     if tensors is None:
-        return unfused.matmul_reduce_scatter(x, call.weight, comm, bias, call.reduce_dtype)
+        return unfused.matmul_reduce_scatter(call, x, bias)
     y: Tensor = MatmulReduceScatter.apply(*tensors, call)
     return y
 
 
 @overload
 def matmul_all_reduce(
-    x: Tensor,
-    w: Tensor,
-    comm: Communicator,
-    bias: Tensor | None = None,
-    *,
-    overlap: Overlap = "auto",
-    reduce_dtype: Dtype = None,
-    grad_accumulation_fusion: bool = False,
-    owner: Any = None,
-) -> Tensor: ...
+    x: Tensor, w: Tensor, comm: Communicator, bias: Tensor | None = None, *,
+    overlap: Overlap = "auto", reduce_dtype: Dtype = None, grad_accumulation_fusion: bool = False, owner: Any = None,
+) -> Tensor: ...  # fmt: skip
 @overload
 def matmul_all_reduce(
-    x: Tensor,
-    w: Tensor,
-    comm: Communicator,
-    bias: Tensor | None = None,
-    *,
-    overlap: Overlap = "auto",
-    reduce_dtype: Dtype = None,
-    grad_accumulation_fusion: bool = False,
-    hand_off: Literal[True],
-    owner: Any = None,
-) -> Slices: ...
+    x: Tensor, w: Tensor, comm: Communicator, bias: Tensor | None = None, *, hand_off: Literal[True],
+    overlap: Overlap = "auto", reduce_dtype: Dtype = None, grad_accumulation_fusion: bool = False, owner: Any = None,
+) -> Slices: ...  # fmt: skip
 def matmul_all_reduce(
-    x: Tensor,
-    w: Tensor,
-    comm: Communicator,
-    bias: Tensor | None = None,
-    *,
-    overlap: Overlap = "auto",
-    reduce_dtype: Dtype = None,
-    grad_accumulation_fusion: bool = False,
-    hand_off: bool = False,
-    owner: Any = None,
-) -> Any:
+    x: Tensor, w: Tensor, comm: Communicator, bias: Tensor | None = None, *, hand_off: bool = False,
+    overlap: Overlap = "auto", reduce_dtype: Dtype = None, grad_accumulation_fusion: bool = False, owner: Any = None,
+) -> Any:  # fmt: skip
     """Return all_reduce(x @ w.T) + bias.   x [s, .., in/N], w [out, in/N], bias [out] -> [s, .., out]
 
     The backward pass communicates nothing: dy must be equal on all ranks, for example if all compute the same loss.
@@ -182,23 +129,16 @@ def matmul_all_reduce(
     pending = PendingSlices() if hand_off else None
     tensors = call.schedule(x, bias, rows_of(x), name, None)
     if tensors is None:
-        y = (unfused.matmul_all_reduce(x, call.weight, comm, bias, call.reduce_dtype),)
+        y = (unfused.matmul_all_reduce(call, x, bias),)
     else:
         y = MatmulAllReduce.apply(*tensors, call, pending)
     return y[0] if pending is None else Slices(y, pending)
 
 
 def copy_matmul(
-    x: Tensor,
-    w: Tensor,
-    comm: Communicator,
-    bias: Tensor | None = None,
-    *,
-    overlap: Overlap = "auto",
-    reduce_dtype: Dtype = None,
-    grad_accumulation_fusion: bool = False,
-    owner: Any = None,
-) -> Tensor:
+    x: Tensor, w: Tensor, comm: Communicator, bias: Tensor | None = None, *,
+    overlap: Overlap = "auto", reduce_dtype: Dtype = None, grad_accumulation_fusion: bool = False, owner: Any = None,
+) -> Tensor:  # fmt: skip
     """Return x @ w.T + bias for a replicated x.   x [s, .., in], w [out/N, in] -> [s, .., out/N]
 
     The backward pass all-reduces dx; dw and dbias are those of this rank's shard.
@@ -212,7 +152,7 @@ def copy_matmul(
     call = Call(name, "column", x, w, comm, bias, overlap, reduce_dtype, grad_accumulation_fusion, owner)
     tensors = call.schedule(x, bias, rows_of(x), None, "copy_backward")
     if tensors is None:
-        return unfused.copy_matmul(x, call.weight, comm, bias, call.reduce_dtype)
+        return unfused.copy_matmul(call, x, bias)
     y: Tensor = CopyMatmul.apply(*tensors, call)
     return y
 

@@ -22,16 +22,21 @@ def by_rank(full: Tensor, size: int) -> Tensor:
 
 
 class Block(NamedTuple):
-    """rows [q, .., k]: those at `at` of q neighboring ranks out of `size`. ranks None: rows [M, k], all of all ranks"""
+    """Rows of the tensor of all ranks, in a tensor of their own.
 
-    rows: Tensor
+    data   [q, rows, ..]: the rows `at` of q neighboring ranks out of `size`. [rows, ..] if `ranks` is None: the rows
+           `at` of the whole tensor"""
+
+    data: Tensor
+    at: slice
     ranks: slice | None = None
-    at: slice = slice(0)
     size: int = 1
 
     def of(self, full: Tensor) -> Tensor:
-        """Return the same rows of another tensor [M, ..]."""
-        return full if self.ranks is None else by_rank(full, self.size)[self.ranks, self.at]
+        """Return these rows of a tensor [M, ..]."""
+        if self.ranks is not None:
+            return by_rank(full, self.size)[self.ranks, self.at]
+        return full if self.data.shape[0] == full.shape[0] else full[self.at]
 
 
 class Piece(NamedTuple):
@@ -59,7 +64,7 @@ def all_gather(p: Pass, x: Tensor, full: Tensor | None = None) -> list[Piece]:
           have been joined"""
     if isinstance(p, Serial):
         full, arrived = gather_whole(p, x, full)
-        return [Piece(arrived, [Block(full)])]
+        return [Piece(arrived, [Block(full, slice(0, full.shape[0]))])]
     if p.method == "ring":
         return _around_the_ring(p, x, full)
     chunks = bounds(x.shape[0], p.chunks)
@@ -94,18 +99,18 @@ def keep(lane: Lane | Serial, piece: Piece, full: Tensor) -> None:
     """Copy a piece of other ranks to `full`, unless it was received there. `all_gather` copies the own rows."""
     for block in piece.blocks:
         into = block.of(full)
-        if piece.arrived is not None and into.data_ptr() != block.rows.data_ptr():
-            lane.run(copy, block.rows, out=into)
+        if piece.arrived is not None and into.data_ptr() != block.data.data_ptr():
+            lane.run(copy, block.data, out=into)
 
 
 def _own(p: Lanes, x: Tensor) -> Piece:
-    return Piece(None, [Block(x[None], slice(p.rank, p.rank + 1), slice(0, x.shape[0]), p.size)])
+    return Piece(None, [Block(x[None], slice(0, x.shape[0]), slice(p.rank, p.rank + 1), p.size)])
 
 
 def _others(p: Lanes, rows: Tensor, at: slice) -> list[Block]:
     """Return the blocks of all other ranks. rows [N, n, k]"""
     ranges = (slice(0, p.rank), slice(p.rank + 1, p.size))
-    return [Block(rows[ranks], ranks, at, p.size) for ranks in ranges if ranks.start < ranks.stop]
+    return [Block(rows[ranks], at, ranks, p.size) for ranks in ranges if ranks.start < ranks.stop]
 
 
 def _by_slices(p: Lanes, x: Tensor, chunks: list[slice], full: Tensor | None) -> list[Piece]:
@@ -139,7 +144,7 @@ def _around_the_ring(p: Lanes, x: Tensor, full: Tensor | None) -> list[Piece]:
         sent = full[sources[-1]]
         if len(sources) == per_piece or step == p.size - 1:
             runs = _merged(sources)
-            pieces.append(Piece(p.comm.record(), [Block(full[ranks], ranks, at, p.size) for ranks in runs]))
+            pieces.append(Piece(p.comm.record(), [Block(full[ranks], at, ranks, p.size) for ranks in runs]))
             sources = []
     return pieces
 

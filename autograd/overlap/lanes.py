@@ -11,7 +11,6 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -21,12 +20,12 @@ import pynccl
 from pynccl import CollConfig, Communicator
 from pynccl.comm import observers as binding
 from pynccl.comm.observers import waiting
-from pynccl.interop.handles import source_of, vouched
-from pynccl.interop.streams import stream_handle
 
 from ..state import state_of
-from ..streams import HIGH, KeepAliveList, is_capturing, side_stream
+from ..streams import KeepAliveList, is_capturing, side_stream
 from .buffers import FRESH, Buffers, Fresh
+from .config import AUTO, OverlapConfig
+from .schedules import Decision
 
 
 class Observer:
@@ -75,26 +74,24 @@ class Point(NamedTuple):
 
 
 class Lane:
-    """A stream of a pass.
+    """A stream of a pass. This class is the calling thread with the host library: work is complete when it returns.
 
     name    "main", "comm" or "second"
+    stream  what the work is issued on; None: the calling thread
+    handle  the argument `stream=` of collectives
     seen    other lane -> its count that this lane has waited for, also transitively"""
 
-    def __init__(self, name: str, lanes: Lanes) -> None:
-        self.name, self.lanes = name, lanes
+    def __init__(self, name: str, lanes: Lanes, stream: Any = None, handle: Any = None) -> None:
+        self.name, self.lanes, self.stream, self.handle = name, lanes, stream, handle
         self.issued = 0  # count of issued work and points
         self.seen: dict[str, int] = {}
 
     def run(self, work: Callable[..., object], *inputs: Any, out: Tensor) -> None:
         """Issue work(*inputs, out=out). It must not allocate memory that outlives it."""
-        lanes = self.lanes
-        if self is not lanes.main:  # main owns the memory, and could reuse it before this lane runs
-            lanes.kept.append((inputs, out))
-        self.issued += 1
-        if lanes.observers:
-            lanes.observed(self, getattr(work, "__name__", "work"), inputs, out, partial(self._do, work, inputs, out))
-        else:
-            self._do(work, inputs, out)
+        if self is not self.lanes.main:  # main owns the memory, and could reuse it before this lane runs
+            self.lanes.kept.append((inputs, out))
+        launch = partial(self._do, partial(work, *inputs, out=out))
+        self.lanes.issue(self, getattr(work, "__name__", "work"), inputs, out, launch)
 
     def record(self) -> Point:
         self.issued += 1
@@ -112,7 +109,9 @@ class Lane:
         for lane, issued in (*point.seen.items(), (point.lane, point.issued)):
             if lane != self.name:
                 self.seen[lane] = max(issued, self.seen.get(lane, 0))
-        self._wait(point.event)
+        if point.event is not None:
+            with waiting() if self is self.lanes.main else contextlib.nullcontext():
+                self._wait(point.event)
 
     def wait_lane(self, lane: Any) -> None:
         """Let later work of this lane start after all work issued on another one so far."""
@@ -121,55 +120,31 @@ class Lane:
 
     def mark(self) -> Any:
         """Record a time mark of this lane, for `seconds_between`."""
-        raise NotImplementedError
+        return time.perf_counter()
 
-    def _record(self) -> Any:
-        raise NotImplementedError
-
-    def _wait(self, event: Any) -> None:
-        raise NotImplementedError
-
-    def _do(self, work: Callable[..., object], inputs: Sequence[Any], out: Tensor) -> None:
-        raise NotImplementedError
-
-
-class CallerLane(Lane):
-    """The calling thread, with the host library: work is complete when it returns."""
-
-    def _do(self, work: Callable[..., object], inputs: Sequence[Any], out: Tensor) -> None:
-        work(*inputs, out=out)
+    def _do(self, work: Callable[[], object]) -> None:
+        work()
 
     def _record(self) -> Any:
         return None
 
     def _wait(self, event: Any) -> None:
-        if event is not None:
-            with waiting():
-                event.synchronize()
-
-    def mark(self) -> Any:
-        return time.perf_counter()
+        event.synchronize()
 
 
 class HostLane(Lane):
     """A stream of the host library."""
 
-    def __init__(self, name: str, lanes: Lanes, stream: Any) -> None:
-        super().__init__(name, lanes)
-        self.stream = stream
-
-    def _do(self, work: Callable[..., object], inputs: Sequence[Any], out: Tensor) -> None:
-        self.stream.submit(_in_caller_mode(partial(work, *inputs, out=out)))
+    def _do(self, work: Callable[[], object]) -> None:
+        self.stream.submit(_in_caller_mode(work))
 
     def _record(self) -> Any:
         return self.stream.record()
 
-    def _wait(self, event: Any) -> None:
-        if event is not None:
-            self.stream.wait(event)
+    mark = _record
 
-    def mark(self) -> Any:
-        return self.stream.record()
+    def _wait(self, event: Any) -> None:
+        self.stream.wait(event)
 
 
 def _in_caller_mode(work: Callable[[], object]) -> Callable[[], object]:
@@ -185,13 +160,11 @@ def _in_caller_mode(work: Callable[[], object]) -> Callable[[], object]:
 
 
 class _CudaLane(Lane):
-    def __init__(self, name: str, lanes: Lanes, stream: Any) -> None:
-        super().__init__(name, lanes)
-        self.stream = stream
+    """A CUDA stream; of "main" the caller's current one."""
 
-    def _do(self, work: Callable[..., object], inputs: Sequence[Any], out: Tensor) -> None:
-        with torch.cuda.stream(self.stream):
-            work(*inputs, out=out)
+    def _do(self, work: Callable[[], object]) -> None:
+        with contextlib.nullcontext() if self is self.lanes.main else torch.cuda.stream(self.stream):
+            work()
 
     def _record(self) -> Any:
         return self.stream.record_event(self.lanes.new_event())
@@ -201,17 +174,6 @@ class _CudaLane(Lane):
 
     def mark(self) -> Any:
         return self.stream.record_event(torch.cuda.Event(enable_timing=True))
-
-
-class _MainLane(_CudaLane):
-    """The caller's current stream."""
-
-    def _do(self, work: Callable[..., object], inputs: Sequence[Any], out: Tensor) -> None:
-        work(*inputs, out=out)
-
-    def _wait(self, event: Any) -> None:
-        with waiting():
-            self.stream.wait_event(event)
 
 
 def seconds_between(begin: Any, end: Any) -> float:
@@ -243,32 +205,26 @@ class Lanes:
     Buffers and results are allocated on `main` by the caller, and kept until the end, so that their memory is not
     reused while another lane uses it.
 
-    method, chunks, aggregate  of the schedule
-    kept                       tensors of enqueued work, until the caller's stream has waited for the work"""
+    decision  the schedule; None: one collective, beside the caller's work
+    limit     configuration of each collective
+    owner     for observers
+    kept      tensors of enqueued work, until the caller's stream has waited for the work"""
 
     def __init__(
-        self,
-        comm: Communicator,
-        method: str = "bulk",
-        chunks: int = 1,
-        aggregate: bool = False,
-        compute_streams: int = 1,
-        priority: int = HIGH,
-        config: CollConfig | None = None,
-        buffers: Buffers | Fresh = FRESH,
-        owner: Any = None,
-        decision: Any = None,
-    ) -> None:
-        self.nccl, self.rank, self.size, self.config = comm, comm.rank, comm.size, config
-        self.method, self.chunks, self.aggregate, self.buffers = method, chunks, aggregate, buffers
-        self.owner, self.decision = owner, decision  # for observers
+        self, comm: Communicator, config: OverlapConfig = AUTO, decision: Decision | None = None,
+        limit: CollConfig | None = None, buffers: Buffers | Fresh = FRESH, owner: Any = None,
+    ) -> None:  # fmt: skip
+        self.nccl, self.rank, self.size, self.limit, self.buffers = comm, comm.rank, comm.size, limit, buffers
+        self.owner, self.decision, self.aggregate = owner, decision, config.aggregate
+        self.method, self.chunks, compute_streams = "bulk", 1, config.compute_streams or 1
+        if decision is not None:
+            self.method, self.chunks, compute_streams = decision.method, decision.chunks, decision.compute_streams
         self.kept = KeepAliveList()
         self._events: list[Any] = []
         self._next = 0
         self._start: Point | None = None
         self.observers = tuple(observers)  # a copy: each observer sees the begin and the end of the pass
-        self.main, self.comm, self._computing = maker(self, comm, compute_streams, priority)
-        self._stream = self._handle()
+        self.main, self.comm, self._computing = maker(self, comm, compute_streams, config.priority)
 
     def __enter__(self) -> Lanes:
         for observer in self.observers:
@@ -283,9 +239,7 @@ class Lanes:
             self._start = self.main.record()
         return self._start
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         others = [lane for lane in dict.fromkeys((*self._computing, self.comm)) if lane is not self.main]
         try:
             # On the CPU, do not wait after an error: peers may have failed, and host streams keep their buffers alive.
@@ -317,42 +271,28 @@ class Lanes:
 
     def collective(self, name: str, send: Tensor, recv: Tensor, *args: Any) -> None:
         """Issue comm.<name>(send, recv, *args) on the communication lane."""
-        method = getattr(self.nccl, name)
-        self._launch(name, send, recv, partial(method, send, recv, *args, stream=self._stream, config=self.config))
+        method, options = getattr(self.nccl, name), {"stream": self.comm.handle, "config": self.limit}
+        self.issue(self.comm, name, (send,), recv, partial(method, send, recv, *args, **options))
 
     def send_recv(self, send: Tensor, recv: Tensor) -> None:
         """Issue one step of a ring: send to the next rank, and receive from the previous one."""
 
         def launch() -> None:
             with pynccl.group():
-                self.nccl.send(send, (self.rank + 1) % self.size, stream=self._stream)
-                self.nccl.recv(recv, (self.rank - 1) % self.size, stream=self._stream)
+                self.nccl.send(send, (self.rank + 1) % self.size, stream=self.comm.handle)
+                self.nccl.recv(recv, (self.rank - 1) % self.size, stream=self.comm.handle)
 
-        self._launch("send_recv", send, recv, launch)
+        self.issue(self.comm, "send_recv", (send,), recv, launch)
 
-    def _launch(self, name: str, send: Tensor, recv: Tensor, launch: Callable[[], object]) -> None:
-        self.comm.issued += 1
-        if self.observers:
-            self.observed(self.comm, name, (send,), recv, launch)
-        else:
-            launch()
-
-    def observed(self, lane: Lane, name: str, reads: Sequence[Any], out: Tensor, issue: Callable[[], object]) -> None:
-        """Issue work on a lane, and notify the observers."""
+    def issue(self, lane: Lane, name: str, reads: Sequence[Any], out: Tensor, launch: Callable[[], object]) -> None:
+        """Launch work on a lane, and notify the observers."""
+        lane.issued += 1
         timing = any(observer.timing for observer in self.observers)
         begin = lane.mark() if timing else None
-        issue()
+        launch()
         end = lane.mark() if timing else None
         for observer in self.observers:
             observer.ran(lane, name, reads, (out,), begin, end)
-
-    def _handle(self) -> Any:
-        """Return the handle of the communication stream; its buffers are kept in `kept`."""
-        stream = getattr(self.comm, "stream", None)
-        if stream is None or isinstance(self.comm, HostLane):
-            return stream
-        handle = stream_handle(stream)
-        return vouched(int(handle), self.kept, source_of(handle))
 
     def new_event(self) -> Any:
         """Return a CUDA event of the communicator's device, if possible one of an earlier operation."""
@@ -409,15 +349,16 @@ Pass = Lanes | Serial
 def make_lanes(lanes: Lanes, comm: Communicator, compute_streams: int, priority: int) -> tuple[Lane, Lane, list[Lane]]:
     """Return (main, comm, lanes of matmuls)."""
     side: Any = side_stream(comm, priority)
+    handle = side.handle(lanes.kept)
     if comm.library.is_host:
-        main: Lane = CallerLane("main", lanes)
-        return main, HostLane("comm", lanes, side.stream), [main]
+        main: Lane = Lane("main", lanes)
+        return main, HostLane("comm", lanes, side.stream, handle), [main]
     current = torch.cuda.current_stream(side.device)
-    main = _MainLane("main", lanes, current)
+    main = _CudaLane("main", lanes, current)
     computing: list[Lane] = [main]
     if compute_streams > 1:
         computing.append(_CudaLane("second", lanes, _second_stream(side.device, current)))
-    return main, _CudaLane("comm", lanes, side.stream), computing
+    return main, _CudaLane("comm", lanes, side.stream, handle), computing
 
 
 maker = make_lanes  # tests replace it

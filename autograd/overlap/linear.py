@@ -57,7 +57,7 @@ class AllGatherMatmul(_Linear):
             for piece in all_gather(p, x_shard, x_full):
                 lane = p.compute(after=piece.arrived)
                 for block in piece.blocks:
-                    lane.run(linear_rows, block.rows, w.t(), bias, out=block.of(y))
+                    lane.run(linear_rows, block.data, w.t(), bias, out=block.of(y))
                 if x_full is not None:
                     keep(lane, piece, x_full)
         shape = (x.shape[0] * size, *x.shape[1:-1])
@@ -93,9 +93,9 @@ class AllGatherMatmul(_Linear):
                     for part in sums:
                         lane = sums.lane()
                         if dx_full is None:
-                            lane.run(linear_rows, part.of(dy), w, out=part.partial)
+                            lane.run(linear_rows, part.of(dy), w, out=part.data)
                         else:
-                            lane.run(linear_plus, part.of(dy), w, part.of(dx_full), out=part.partial)
+                            lane.run(linear_plus, part.of(dy), w, part.of(dx_full), out=part.data)
                         sums.launch(part, lane)
                 db.add(p.main, dy)
                 p.main.wait(arrived)
@@ -122,7 +122,7 @@ class MatmulReduceScatter(_Linear):
             sums = reduce_scatter(p, y_shard, call.reduce_dtype)
             for part in sums:
                 lane = sums.lane()
-                lane.run(linear_rows, part.of(x_rows), w.t(), out=part.partial)
+                lane.run(linear_rows, part.of(x_rows), w.t(), out=part.data)
                 sums.launch(part, lane)
             sums.finish()
         if bias is not None:
@@ -136,12 +136,11 @@ class MatmulReduceScatter(_Linear):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         with in_backward(ctx) as call:
             x, w = ctx.saved_tensors
-            needs_dx, needs_dw, needs_db, _ = ctx.needs_input_grad
-            needs_dx = needs_dx and call.needs_dx
+            _, needs_dw, needs_db, _ = ctx.needs_input_grad
             if needs_graph(dy, x, w):
-                return *unfused.row_backward(call, dy, x, w, needs_dx, needs_dw, ctx.has_bias), None
+                return *unfused.row_backward(call, dy, x, w, needs_dw, ctx.has_bias), None
             dy_shard, x_rows = flat_rows(dy), flat_rows(x)
-            dx = torch.empty_like(x_rows) if needs_dx else None
+            dx = torch.empty_like(x_rows) if call.needs_dx else None
             with call.backward_pass(dy_shard) as p:
                 arriving = all_gather(p, dy_shard)
                 blocks = sum(len(piece.blocks) for piece in arriving)
@@ -150,11 +149,11 @@ class MatmulReduceScatter(_Linear):
                     lane = p.compute(after=piece.arrived)
                     if dx is not None:
                         for block in piece.blocks:
-                            lane.run(linear_rows, block.rows, w, out=block.of(dx))
+                            lane.run(linear_rows, block.data, w, out=block.of(dx))
                     p.main.wait(piece.arrived)
                     for block in piece.blocks:
-                        dw.add(p.main, block.rows, block.of(x_rows))
-                        db.add(p.main, block.rows)
+                        dw.add(p.main, block.data, block.of(x_rows))
+                        db.add(p.main, block.data)
             return None if dx is None else dx.view(x.shape), dw.result(), db.result(), None
 
 
@@ -176,7 +175,7 @@ class MatmulAllReduce(_Linear):
             sums = all_reduce(p, y, call.reduce_dtype)
             for part in sums:
                 lane = sums.lane()
-                lane.run(linear_rows, part.of(x_rows), w.t(), out=part.partial)
+                lane.run(linear_rows, part.of(x_rows), w.t(), out=part.data)
                 rows = sums.launch(part, lane)
                 if rows is not None and bias is not None:
                     p.comm.run(add, bias, y[rows], out=y[rows])
@@ -193,9 +192,8 @@ class MatmulAllReduce(_Linear):
         dy = dy_slices[0] if len(dy_slices) == 1 else torch.cat(dy_slices)
         with in_backward(ctx, replicated=[dy]) as call:
             x, w = ctx.saved_tensors
-            needs_dx, needs_dw, needs_db, *_ = ctx.needs_input_grad
-            needs_dx = needs_dx and call.needs_dx
-            return *unfused.all_reduce_backward(call, dy, x, w, needs_dx, needs_dw, needs_db), None, None
+            _, needs_dw, needs_db, *_ = ctx.needs_input_grad
+            return *unfused.all_reduce_backward(call, dy, x, w, needs_dw, needs_db), None, None
 
 
 class CopyMatmul(_Linear):
@@ -227,7 +225,7 @@ class CopyMatmul(_Linear):
                     sums = all_reduce(p, dx, call.reduce_dtype)
                     for part in sums:
                         lane = sums.lane()
-                        lane.run(linear_rows, part.of(dy_rows), w, out=part.partial)
+                        lane.run(linear_rows, part.of(dy_rows), w, out=part.data)
                         sums.launch(part, lane)
                 db.add(p.main, dy_rows)
                 dw.add(p.main, dy_rows, x_rows)

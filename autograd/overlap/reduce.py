@@ -6,7 +6,7 @@ Without overlap, the sums have one part with all rows.
     sums = reduce_scatter(p, out, dtype)                    # allocates, launches nothing
     for part in sums:
         lane = sums.lane()
-        lane.run(linear_rows, part.of(x), w.t(), out=part.partial)
+        lane.run(linear_rows, part.of(x), w.t(), out=part.data)
         sums.launch(part, lane)
     sums.finish()                                           # of a reduce-scatter; complete when the lanes are joined
 """
@@ -14,36 +14,19 @@ Without overlap, the sums have one part with all rows.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .gather import blocks_of, bounds, by_rank
+from .gather import Block, blocks_of, bounds, by_rank
 from .lanes import Lane, Pass, Point, Serial
 from .matmul import add, copy, sum_in_order
 
 
-class Part(NamedTuple):
-    """The rows of which this rank computes a product next, into `partial` [.., out].
-
-    Those at `rows` of q neighboring ranks out of `size`, partial [q, rows, out]; ranks None: those at `rows` of the
-    whole tensor, partial [rows, out]"""
-
-    partial: Tensor
-    rows: slice
-    ranks: slice | None = None
-    size: int = 1
-
-    def of(self, full: Tensor) -> Tensor:
-        """Return these rows of a tensor [M, k]."""
-        if self.ranks is not None:
-            return by_rank(full, self.size)[self.ranks, self.rows]
-        return full if self.rows.stop - self.rows.start == full.shape[0] else full[self.rows]
-
-
 class Sums:
-    """out = the sum over the ranks, communicated in `dtype`; None: that of out."""
+    """out = the sum over the ranks, communicated in `dtype`; None: that of out. Iterate over the parts, the Blocks of
+    which this rank computes a product next, into `data`."""
 
     def __init__(self, p: Pass, out: Tensor, dtype: torch.dtype | None) -> None:
         self.p: Any = p  # `Lanes` for a ring
@@ -59,108 +42,119 @@ class Sums:
         """Return the buffer for the sums: `out`, or one that is converted to it afterwards."""
         return self.buffer("total", self.rows) if self.converts else self.out
 
+    def __iter__(self) -> Iterator[Block]:
+        raise NotImplementedError
+
     def lane(self) -> Lane | Serial:
         """Return the lane for the next product."""
         return self.p.compute()
 
-
-# ---------------------------------------------------------------------------------------------- reduce-scatter
-
-
-def reduce_scatter(p: Pass, out: Tensor, dtype: torch.dtype | None) -> ReduceScatter:
-    """Return the sums of this rank's rows, out [m, n], by the schedule of p."""
-    if p.method == "off":
-        return ReduceScatter(p, out, dtype)
-    return (RingReduceScatter if p.method == "ring" else SlicedReduceScatter)(p, out, dtype)
-
-
-class ReduceScatter(Sums):
-    """Without overlap: one part with all rows."""
-
-    def __init__(self, p: Pass, out: Tensor, dtype: torch.dtype | None) -> None:
-        super().__init__(p, out, dtype)
-        self._partial = self.buffer("partial", p.size * self.rows)
-
-    def __iter__(self) -> Iterator[Part]:
-        yield Part(self._partial, slice(0, self.p.size * self.rows))
-
-    def launch(self, part: Part, lane: Lane | Serial) -> None:
-        """Launch the sums of a part whose product has been issued on the lane."""
-        total = self.total()
-        self.p.collective("reduce_scatter", part.partial, total)
-        if self.converts:
-            self.p.comm.run(copy, total, out=self.out)
+    def launch(self, part: Block, lane: Lane | Serial) -> slice | None:
+        """Launch the sums of a part whose product has been issued on the lane. An all-reduce returns the rows of `out`
+        that are complete after the work issued on the communication lane, if any."""
+        raise NotImplementedError
 
     def finish(self) -> None:
         """Issue what should come after the caller's other work: the last addition of a ring."""
 
 
-class SlicedReduceScatter(ReduceScatter):
-    """Each slice contains rows of every rank, so its sums can start when its product is complete. One slice: "bulk"."""
+class _Ring(Sums):
+    """In step i, compute the partial product for rank r-1-i, add the sum from the previous rank, and send it on."""
 
-    def __init__(self, p: Pass, out: Tensor, dtype: torch.dtype | None) -> None:
-        super().__init__(p, out, dtype)
-        self._received = self.buffer("received", p.size * self.rows) if p.method == "exchange" else None
-        self._in_window = p.buffers.window  # then sums are received in the window too, in place: see gather_rows
-        self._total = out if p.method == "exchange" or self._in_window else self.total()
-
-    def __iter__(self) -> Iterator[Part]:
-        for at in bounds(self.rows, self.p.chunks):
-            yield Part(self._of_all_ranks(self._partial, at), at, slice(0, self.p.size), self.p.size)
-
-    def _of_all_ranks(self, buffer: Tensor, at: slice) -> Tensor:
-        return by_rank(buffer[self.p.size * at.start : self.p.size * at.stop], self.p.size)
-
-    def launch(self, part: Part, lane: Lane | Serial) -> None:
-        comm = self.p.comm
-        comm.wait_lane(lane)
-        if self._received is not None:
-            received = self._of_all_ranks(self._received, part.rows)
-            self.p.collective("all_to_all", part.partial, received)
-            comm.run(sum_in_order, received, out=self.out[part.rows])
-            return
-        summed = part.partial[self.p.rank] if self._in_window else self._total[part.rows]
-        self.p.collective("reduce_scatter", part.partial, summed)
-        if self._in_window or self.converts:
-            comm.run(copy, summed, out=self.out[part.rows])
-
-
-class RingReduceScatter(ReduceScatter):
-    """In step i, compute the partial product for rank r-1-i, add the sum from the previous rank, and send it on.
-
-    This rank's own rows come last. Two buffers alternate: one is sent while the other is computed."""
-
-    def __init__(self, p: Pass, out: Tensor, dtype: torch.dtype | None) -> None:
-        Sums.__init__(self, p, out, dtype)
-        self._products = self.buffer("partial", 2, self.rows)
-        self._arriving = self.buffer("received", self.rows)
-        self._total = self.total()
-        self._arrived: Point | None = None
-
-    def __iter__(self) -> Iterator[Part]:
-        for step in range(self.p.size):
-            target = (self.p.rank - 1 - step) % self.p.size
-            into = self._total if target == self.p.rank else self._products[step % 2]
-            yield Part(into[None], slice(0, self.rows), slice(target, target + 1), self.p.size)
+    arriving: Tensor
+    _arrived: Point | None = None
 
     def lane(self) -> Lane | Serial:
         return self.p.main
 
-    def launch(self, part: Part, lane: Lane | Serial) -> None:
-        if part.ranks == slice(self.p.rank, self.p.rank + 1):
-            return  # see finish
-        self._add_arrived(part.partial[0])
-        self.p.comm.wait_lane(self.p.main)
-        self.p.send_recv(part.partial[0], self._arriving)
-        self._arrived = self.p.comm.record()
-
-    def _add_arrived(self, product: Tensor) -> None:
+    def add_arrived(self, product: Tensor) -> None:
         if self._arrived is not None:
             self.p.main.wait(self._arrived)
-            self.p.main.run(add, self._arriving, product, out=product)
+            self.p.main.run(add, self.arriving[: product.shape[0]], product, out=product)
+
+    def send_on(self, product: Tensor, rows: int) -> None:
+        """Send to the next rank, and receive this number of rows from the previous one."""
+        self.p.comm.wait_lane(self.p.main)
+        self.p.send_recv(product, self.arriving[:rows])
+        self._arrived = self.p.comm.record()
+
+
+# ---------------------------------------------------------------------------------------------- reduce-scatter
+
+
+def reduce_scatter(p: Pass, out: Tensor, dtype: torch.dtype | None) -> Sums:
+    """Return the sums of this rank's rows, out [m, n], by the schedule of p."""
+    kind = {"off": ReduceScatter, "ring": RingReduceScatter}.get(p.method, SlicedReduceScatter)
+    return kind(p, out, dtype)
+
+
+class ReduceScatter(Sums):
+    """Without overlap: one part with all rows."""
+
+    def __iter__(self) -> Iterator[Block]:
+        rows = self.p.size * self.rows
+        yield Block(self.buffer("partial", rows), slice(0, rows))
+
+    def launch(self, part: Block, lane: Lane | Serial) -> None:
+        total = self.total()
+        self.p.collective("reduce_scatter", part.data, total)
+        if self.converts:
+            lane.run(copy, total, out=self.out)
+
+
+class SlicedReduceScatter(Sums):
+    """Each slice contains rows of every rank, so its sums can start when its product is complete. One slice: "bulk"."""
+
+    def __init__(self, p: Pass, out: Tensor, dtype: torch.dtype | None) -> None:
+        super().__init__(p, out, dtype)
+        self._partial = self.buffer("partial", p.size * self.rows)
+        self._received = self.buffer("received", p.size * self.rows) if p.method == "exchange" else None
+        self._in_window = p.buffers.window  # then sums are received in the window too, in place: see gather_rows
+        self._total = out if p.method == "exchange" or self._in_window else self.total()
+
+    def __iter__(self) -> Iterator[Block]:
+        for at in bounds(self.rows, self.p.chunks):
+            yield Block(self._of_all_ranks(self._partial, at), at, slice(0, self.p.size), self.p.size)
+
+    def _of_all_ranks(self, buffer: Tensor, at: slice) -> Tensor:
+        return by_rank(buffer[self.p.size * at.start : self.p.size * at.stop], self.p.size)
+
+    def launch(self, part: Block, lane: Lane | Serial) -> None:
+        comm = self.p.comm
+        comm.wait_lane(lane)
+        if self._received is not None:
+            received = self._of_all_ranks(self._received, part.at)
+            self.p.collective("all_to_all", part.data, received)
+            comm.run(sum_in_order, received, out=self.out[part.at])
+            return
+        summed = part.data[self.p.rank] if self._in_window else self._total[part.at]
+        self.p.collective("reduce_scatter", part.data, summed)
+        if self._in_window or self.converts:
+            comm.run(copy, summed, out=self.out[part.at])
+
+
+class RingReduceScatter(_Ring):
+    """This rank's own rows come last. Two buffers alternate: one is sent while the other is computed."""
+
+    def __init__(self, p: Pass, out: Tensor, dtype: torch.dtype | None) -> None:
+        super().__init__(p, out, dtype)
+        self._products = self.buffer("partial", 2, self.rows)
+        self.arriving = self.buffer("received", self.rows)
+        self._total = self.total()
+
+    def __iter__(self) -> Iterator[Block]:
+        for step in range(self.p.size):
+            target = (self.p.rank - 1 - step) % self.p.size
+            into = self._total if target == self.p.rank else self._products[step % 2]
+            yield Block(into[None], slice(0, self.rows), slice(target, target + 1), self.p.size)
+
+    def launch(self, part: Block, lane: Lane | Serial) -> None:
+        if part.ranks != slice(self.p.rank, self.p.rank + 1):  # the own rows: see finish
+            self.add_arrived(part.data[0])
+            self.send_on(part.data[0], self.rows)
 
     def finish(self) -> None:
-        self._add_arrived(self._total)
+        self.add_arrived(self._total)
         if self.converts:
             self.p.main.run(copy, self._total, out=self.out)
 
@@ -168,112 +162,90 @@ class RingReduceScatter(ReduceScatter):
 # ---------------------------------------------------------------------------------------------- all-reduce
 
 
-def all_reduce(p: Pass, out: Tensor, dtype: torch.dtype | None) -> AllReduce:
+def all_reduce(p: Pass, out: Tensor, dtype: torch.dtype | None) -> Sums:
     """Return the sums of all rows, out [M, n], by the schedule of p."""
-    if p.method == "exchange":
-        return ExchangeAllReduce(p, out, dtype)
-    return (RingAllReduce if p.method == "ring" else AllReduce)(p, out, dtype)
+    kind = {"exchange": ExchangeAllReduce, "ring": RingAllReduce}.get(p.method, AllReduce)
+    return kind(p, out, dtype)
 
 
 class AllReduce(Sums):
     """Each slice is summed in place, in `out` or in a buffer that is copied to it."""
 
-    def __init__(self, p: Pass, out: Tensor, dtype: torch.dtype | None) -> None:
-        super().__init__(p, out, dtype)
-        self._copies = p.buffers.window or self.converts
-        self._total = self.buffer("partial", self.rows) if p.buffers.window else self.total()
-
-    def __iter__(self) -> Iterator[Part]:
+    def __iter__(self) -> Iterator[Block]:
+        total = self.buffer("partial", self.rows) if self.p.buffers.window else self.total()
         for at in bounds(self.rows, self.p.chunks):
-            yield Part(self._total[at] if self.p.chunks > 1 else self._total, at)
+            yield Block(total[at] if self.p.chunks > 1 else total, at)
 
-    def launch(self, part: Part, lane: Lane | Serial) -> slice | None:
-        """Launch the sums of a part whose product has been issued on the lane. Return the rows of `out` that are
-        complete after the work issued on the communication lane, if any."""
+    def launch(self, part: Block, lane: Lane | Serial) -> slice:
         self.p.comm.wait_lane(lane)
-        self.p.collective("all_reduce", part.partial, part.partial)
-        if self._copies:
-            self.p.comm.run(copy, part.partial, out=self.out[part.rows])
-        return part.rows
+        self.p.collective("all_reduce", part.data, part.data)
+        if self.converts or self.p.buffers.window:
+            self.p.comm.run(copy, part.data, out=self.out[part.at])
+        return part.at
 
 
-class ExchangeAllReduce(AllReduce):
+class ExchangeAllReduce(Sums):
     """Each rank sums its shard of a slice; an all-gather distributes the result.
 
     Shards have equal sizes: the last one may end with uninitialized rows, which are not read."""
 
     def __init__(self, p: Pass, out: Tensor, dtype: torch.dtype | None) -> None:
-        Sums.__init__(self, p, out, dtype)
+        super().__init__(p, out, dtype)
         self._slices = bounds(self.rows, p.chunks)
-        self._shards = [-(-(at.stop - at.start) // p.size) for at in self._slices]
-        rows = sum(self._shards)
-        apart = [shard for at, shard in zip(self._slices, self._shards, strict=True) if not self._fits(at, shard)]
+        self._shard = -(-max(at.stop - at.start for at in self._slices) // p.size)  # rows
+        rows, padded = len(self._slices) * self._shard, p.size * self._shard
         self._partial = self.buffer("partial", p.size * rows)
         self._received = self.buffer("received", p.size * rows)
-        self._summed = p.buffers.empty("total", (rows, out.shape[1]), out)
-        self._gathered = p.buffers.empty("gathered", (p.size * max(apart, default=0), out.shape[1]), out)
+        self._summed = p.buffers.empty("total", (rows, self.columns), out)
+        fits = p.size * rows == self.rows and not p.buffers.window  # then the sums are gathered into `out`
+        self._gathered = None if fits else p.buffers.empty("gathered", (padded, self.columns), out)
         self._done = 0  # rows of the shards
 
-    def _fits(self, at: slice, shard: int) -> bool:
-        """Return whether the sums of a slice can be gathered into `out`."""
-        return at.stop - at.start == self.p.size * shard and not self.p.buffers.window
+    def __iter__(self) -> Iterator[Block]:
+        for at in self._slices:
+            yield Block(self._partial[self.p.size * self._done :][: at.stop - at.start], at)
+            self._done += self._shard
 
-    def __iter__(self) -> Iterator[Part]:
-        for at, shard in zip(self._slices, self._shards, strict=True):
-            sent = self._partial[self.p.size * self._done :][: at.stop - at.start]
-            yield Part(sent, at)
-            self._done += shard
-
-    def launch(self, part: Part, lane: Lane | Serial) -> slice | None:
-        p, at = self.p, part.rows
-        shard = -(-(at.stop - at.start) // p.size)
-        here = slice(p.size * self._done, p.size * (self._done + shard))
-        received, summed = self._received[here].unflatten(0, (p.size, -1)), self._summed[self._done :][:shard]
-        p.comm.wait_lane(lane)
+    def launch(self, part: Block, lane: Lane | Serial) -> slice:
+        p, comm = self.p, self.p.comm
+        mine = slice(self._done, self._done + self._shard)
+        here = slice(p.size * mine.start, p.size * mine.stop)
+        received, summed = by_rank(self._received[here], p.size), self._summed[mine]
+        comm.wait_lane(lane)
         p.collective("all_to_all", self._partial[here], received)
-        p.comm.run(sum_in_order, received, out=summed)
-        if self._fits(at, shard):
-            p.collective("all_gather", summed, self.out[at])
-        else:
-            gathered = self._gathered[: p.size * shard]
-            p.collective("all_gather", summed, gathered)
-            p.comm.run(copy, gathered[: at.stop - at.start], out=self.out[at])
-        return at
+        comm.run(sum_in_order, received, out=summed)
+        p.collective("all_gather", summed, self.out[part.at] if self._gathered is None else self._gathered)
+        if self._gathered is not None:
+            comm.run(copy, self._gathered[: part.data.shape[0]], out=self.out[part.at])
+        return part.at
 
 
-class RingAllReduce(AllReduce):
+class RingAllReduce(_Ring):
     """A ring reduce-scatter, then a ring all-gather of the sums. Sizes of blocks differ by at most one row."""
 
     def __init__(self, p: Pass, out: Tensor, dtype: torch.dtype | None) -> None:
-        Sums.__init__(self, p, out, dtype)
+        super().__init__(p, out, dtype)
         self._total = self.total()
         self._blocks = blocks_of(self.rows, p.size)
-        self._arriving = self.buffer("received", max(block.stop - block.start for block in self._blocks))
-        self._arrived: Point | None = None
+        self.arriving = self.buffer("received", max(block.stop - block.start for block in self._blocks))
         self._step = 0
 
     def _block(self, steps: int) -> slice:
         """Return the rows that rank r - steps keeps after the reduce-scatter."""
         return self._blocks[(self.p.rank - steps) % self.p.size]
 
-    def __iter__(self) -> Iterator[Part]:
+    def __iter__(self) -> Iterator[Block]:
         for step in range(self.p.size):
             self._step, at = step, self._block(1 + step)
-            yield Part(self._total[at], at)
+            yield Block(self._total[at], at)
 
-    def lane(self) -> Lane | Serial:
-        return self.p.main
-
-    def launch(self, part: Part, lane: Lane | Serial) -> slice | None:
-        p, product, after = self.p, part.partial, self._block(2 + self._step)
-        if self._arrived is not None:
-            p.main.wait(self._arrived)
-            p.main.run(add, self._arriving[: product.shape[0]], product, out=product)
-        p.comm.wait_lane(p.main)
+    def launch(self, part: Block, lane: Lane | Serial) -> slice | None:
+        p, after = self.p, self._block(2 + self._step)
+        self.add_arrived(part.data)
         if self._step < p.size - 1:
-            p.send_recv(product, self._arriving[: after.stop - after.start])
-            self._arrived = p.comm.record()
+            self.send_on(part.data, after.stop - after.start)
             return None
+        p.comm.wait_lane(p.main)
         for step in range(p.size - 1):
             p.send_recv(self._total[self._block(step)], self._total[self._block(step + 1)])
         if self.converts:

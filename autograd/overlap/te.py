@@ -239,7 +239,7 @@ class CommOverlap(Shared):
         for name, one in (("send", send), ("recv", recv)):
             instance(one, Tensor, f"bulk: {name}", "a torch.Tensor")
         comm, limit = limited(self._carrier, self.config, "bulk")
-        with Lanes(comm, priority=self.config.priority, config=limit) as lanes:
+        with Lanes(comm, self.config, limit=limit) as lanes:
             lanes.comm.wait(lanes.start)
             lanes.collective(collective, send.detach(), recv.detach(), *args)
             yield recv

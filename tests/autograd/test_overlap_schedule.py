@@ -174,7 +174,7 @@ def test_operations_and_waits_are_issued_in_the_expected_order(ranks: RankPool) 
 def recorded_waits(comm: Communicator) -> list[str]:
     """Wait for points that earlier waits cover (directly and through another lane), and for the lane itself."""
     order = Order()
-    with deferred_lanes(), observing(order), Lanes(comm, compute_streams=2) as lanes:
+    with deferred_lanes(), observing(order), Lanes(comm, OverlapConfig(compute_streams=2)) as lanes:
         main, second = lanes.compute(), lanes.compute()
         lanes.comm.wait(lanes.start)
         early, late = lanes.comm.record(), lanes.comm.record()

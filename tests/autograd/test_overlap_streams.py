@@ -18,6 +18,7 @@ from torch import Tensor
 import pynccl
 from pynccl_autograd.overlap import lanes
 from pynccl_autograd.overlap.buffers import Buffers
+from pynccl_autograd.overlap.config import OverlapConfig
 from pynccl_autograd.overlap.lanes import Lanes
 from pynccl_autograd.overlap.matmul import copy
 
@@ -103,7 +104,7 @@ TENSOR_LIKE: Any = TensorLike()
 def test_buffers_of_another_lane_are_kept_until_the_caller_has_waited(
     caller: Caller, log: list[str], lane: str
 ) -> None:
-    with Lanes(Comm(), compute_streams=2) as opened:  # type: ignore[arg-type]
+    with Lanes(Comm(), OverlapConfig(compute_streams=2)) as opened:  # type: ignore[arg-type]
         opened.compute()
         other = opened.compute() if lane == "second" else opened.comm
         source, result = torch.ones(3), torch.zeros(3)
@@ -132,7 +133,7 @@ def test_captured_calls_use_a_separate_second_stream(caller: Caller) -> None:
 
 def second_stream(comm: Any) -> Any:
     """Return the name of the second stream for matmuls."""
-    return Lanes(comm, compute_streams=2)._computing[1].stream.name  # type: ignore[attr-defined]
+    return Lanes(comm, OverlapConfig(compute_streams=2))._computing[1].stream.name
 
 
 def buffer_of(work: Buffers) -> Tensor:

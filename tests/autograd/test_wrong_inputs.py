@@ -146,7 +146,7 @@ def check_swapped_arguments(comm: Communicator) -> None:
         (lambda: ad.halo_exchange(x, comm, 1, 3), "halo_exchange: halos (3, 3) need size 9 along dim 1 (the interior"),
         (lambda: ad.all_gather_matmul(x, w, comm, x[0]), "matmul: bias has shape (4,), expected (3,), the out "),
         (lambda: ad.copy_matmul(x, w, comm, w[:, 0].double()), "copy_matmul: bias is torch.float64, the weight torch"),
-        (lambda: ad.matmul_all_reduce(x, w, comm, w[:, 0].to("meta")), "bias is on meta, expected cpu, the device "),
+        (lambda: ad.matmul_all_reduce(x, w, comm, w[:, 0].to("meta")), "bias is on meta, the weight on cpu; "),
         (lambda: any_of.matmul_reduce_scatter(x, w, comm, True), "bias is True, expected a torch.Tensor, or None"),
         (lambda: ad.Shard(comm, 3, (4, 6)), "Shard: dim is 3, expected a dimension of shape [4, 6], or None"),
         (lambda: ad.Shard(comm, 0, (8,), [2, 6], blocks=2), "Shard: splits is (2, 6), expected equal sizes"),

@@ -41,7 +41,8 @@ class _LaneMaker:
     ) -> tuple[Lane, Lane, list[Lane]]:
         main = self.lane("main", lanes, comm)
         second = [self.lane("second", lanes, comm)] if compute_streams > 1 else []
-        return main, HostLane("comm", lanes, side_stream(comm, priority).handle(lanes.kept)), [main, *second]
+        comm_stream = side_stream(comm, priority).handle(lanes.kept)
+        return main, HostLane("comm", lanes, comm_stream, comm_stream), [main, *second]
 
 
 class _Delays(Observer):
