@@ -27,13 +27,13 @@ from ..state import state_of
 from ..torch_internals import accumulates, dispatch_modes, has_storage, in_forward_mode, reshaped, transforms_active
 from ..wire import Dtype
 from .buffers import Buffers
-from .choose import choose, compare_ranks, pass_key, pass_of, x_needs_grad
+from .choose import choose, entry_of, pass_of, x_needs_grad
 from .config import AUTO, OverlapConfig
 from .keys import Overlap, as_config
 from .lanes import Lane, Lanes, Pass, Serial, observers
 from .limits import limited
 from .matmul import add_outer_rows, add_sum_rows, outer_rows, sum_rows
-from .schedules import Decision, PassKey, is_tiny
+from .schedules import Decision, PassKey, is_tiny, pass_key
 from .tune import NOT_SCHEDULED, ScheduledCall
 from .unfused import IntoMainGrad
 
@@ -87,7 +87,7 @@ class Call:
         comm, config, training = self.comm, self.config, torch.is_grad_enabled()
         off = config.method == config.backward.method == "off"
         # A shortcut to the same decision:
-        off = off or (config is AUTO and not observers and is_tiny(comm, rows, *self.parameter.shape))
+        off = off or (config is AUTO and not observers and is_tiny(comm.library.is_host, rows, *self.parameter.shape))
         tensors = cast(comm, x, self.weight, bias, off)
         if tensors is None:
             return None
@@ -101,10 +101,10 @@ class Call:
             self.needs_dx = x_needs_grad(comm, self.owner, x.requires_grad)
             backward = backward if self.needs_dx else None
         if not off and forward:
-            self.forward = choose(comm, self.owner, pass_key(forward, rows, w, config, self.reduce_dtype))
+            self.forward = choose(comm, self.owner, pass_key(comm, forward, rows, w, config, self.reduce_dtype))
         if not off and training and backward:
-            self.backward = pass_key(backward, rows, w, config.backward, self.reduce_dtype)
-            compare_ranks(comm, self.owner, self.backward)  # now, so that an error comes before anything is launched
+            self.backward = pass_key(comm, backward, rows, w, config.backward, self.reduce_dtype)
+            entry_of(comm, self.owner, self.backward)  # now, so that an error comes before anything is launched
         return require_grad(x), w, bias
 
     def forward_pass(self, like: Tensor) -> contextlib.AbstractContextManager[Pass]:

@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pynccl import Communicator, NcclInvalidUsage
 from pynccl.bindings.values import shown
 from pynccl.comm.base import by_key
 from pynccl.watch.attribution import attribute_calls
 
-from ..agreement import gathered
+from ..agreement import broadcast_object, gathered
 from ..recompute import replay_choice
 from ..state import state_of
 from ..streams import is_capturing
 from . import saved
 from .buffers import Buffers
-from .config import METHODS, OverlapConfig
 from .lanes import observers
-from .schedules import LOCAL_REASONS, OFF, PATTERNS, Decision, PassKey, Schedule, candidates_for, format_times
+from .schedules import OFF, Decision, PassKey, Schedule, candidates_for, format_times, why_off
 from .tune import Race, ScheduledCall
 
 MAX_SHAPES = 16  # races on a communicator of one pass with one weight, each with another number of rows
@@ -38,7 +36,6 @@ class Passes:
 
     def __init__(self) -> None:
         self.entries: dict[PassKey, Decision | Race] = {}
-        self.shapes: Counter[PassKey] = Counter()  # number of races, by key without rows
         self.keys: weakref.WeakKeyDictionary[Any, dict[PassKey, None]] = weakref.WeakKeyDictionary()  # by owner
         self.needs_grad: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
@@ -48,31 +45,24 @@ class Passes:
 
     def add(self, owner: Any, key: PassKey, found: Decision | Race) -> Decision | Race:
         keys: dict[PassKey, Any] = self.keys.setdefault(owner, {})
-        if len(self.entries) >= MAX_PASSES:  # the races are limited by `shapes`
+        if len(self.entries) >= MAX_PASSES:  # MAX_SHAPES limits the races
             self.entries = {at: one for at, one in self.entries.items() if isinstance(one, Race) or one.tried}
         if len(keys) >= MAX_PASSES:
             keys.clear()
         keys[key], self.entries[key] = None, found
         return found
 
+    def raced(self, key: PassKey) -> int:
+        """Return for how many numbers of rows there is, or was, a race."""
+        return sum(
+            at._replace(m=key.m) == key for at, one in self.entries.items() if isinstance(one, Race) or one.tried
+        )
+
     def forget(self, owner: Any) -> None:
         """Forget the decisions of a layer's passes, also for other layers with the same passes."""
         self.needs_grad.pop(owner, None)
         for key in self.keys.pop(owner, ()):
             self.entries.pop(key, None)
-            self.shapes.pop(_without_rows(key), None)
-
-
-def _without_rows(key: PassKey) -> PassKey:
-    return key._replace(m=0)
-
-
-def pass_key(
-    pattern: str, rows: int, w: Tensor, config: OverlapConfig, reduce_dtype: torch.dtype | None = None
-) -> PassKey:
-    """rows: of all ranks; w [out, in]: the shard of this rank"""
-    same_bits = config.deterministic or torch.are_deterministic_algorithms_enabled()
-    return PassKey(pattern, rows, w.shape[0], w.shape[1], w.dtype, config, same_bits, reduce_dtype)
 
 
 def choose(comm: Communicator, owner: Any, key: PassKey) -> ScheduledCall:
@@ -86,16 +76,11 @@ def choose(comm: Communicator, owner: Any, key: PassKey) -> ScheduledCall:
 
 def pass_of(comm: Communicator, owner: Any, key: PassKey) -> ScheduledCall:
     """Count a pass, and return its schedule, which is the same on all ranks."""
-    found = _lookup(comm, owner, key)
+    found = entry_of(comm, owner, key)
     call = ScheduledCall(found) if isinstance(found, Decision) else _next(comm, key, found)
     for observer in tuple(observers):
         observer.decided(owner, call.decision)
     return call
-
-
-def compare_ranks(comm: Communicator, owner: Any, key: PassKey) -> None:
-    """Raise NcclInvalidUsage on every rank if the ranks pass different arguments. Collective as `_agree`."""
-    _lookup(comm, owner, key)
 
 
 def x_needs_grad(comm: Communicator, owner: Any, requires_grad: bool) -> bool:
@@ -139,44 +124,39 @@ def _all_passes() -> list[tuple[Any, Passes]]:
     return [(comm, passes) for comm in comms if (passes := comm._attached.get(Passes)) is not None]
 
 
-def _lookup(comm: Communicator, owner: Any, key: PassKey) -> Decision | Race:
+def entry_of(comm: Communicator, owner: Any, key: PassKey) -> Decision | Race:
+    """Return the decision or race of a pass.
+
+    Collective as `_agree`: it raises NcclInvalidUsage on every rank if the ranks pass different arguments."""
     passes, owner = state_of(comm, Passes), comm if owner is None else owner
     found = passes.get(owner, key)
     if found is not None and not comm.checking:
         return found
-    candidates, reason = candidates_for(comm, key)
-    on_cpu = comm.library.is_host
-    if reason in LOCAL_REASONS:
-        return key.decision(on_cpu, OFF, reason)  # not stored: the number of such shapes is unbounded
+    if why := why_off(key):
+        return key.decision(OFF, why)  # not stored: the number of such shapes is unbounded
+    candidates, reason = candidates_for(key)
     if _captures(comm):  # the ranks cannot compare the pass, so it is not stored
         if found is not None or len(candidates) == 1:
-            return found or key.decision(on_cpu, candidates[0], reason)
-        reason = "captured into a CUDA graph before its race; run the model before the capture"
-        return key.decision(on_cpu, OFF, reason)
+            return found or key.decision(candidates[0], reason)
+        return key.decision(OFF, "captured into a CUDA graph before its race; run the model before the capture")
     loaded = _agree(comm, key)
-    found = passes.entries.get(key) or _start(comm, passes, key, candidates, reason, loaded)
+    found = passes.entries.get(key) or _start(passes, key, candidates, reason, loaded)
     return passes.add(owner, key, found)
 
 
 def _start(
-    comm: Communicator,
-    passes: Passes,
-    key: PassKey,
-    candidates: tuple[Schedule, ...],
-    reason: str,
-    loaded: dict[str, Any],
+    passes: Passes, key: PassKey, candidates: Sequence[Schedule], reason: str, loaded: Mapping[str, Any]
 ) -> Decision | Race:
     if len(candidates) == 1:
-        return key.decision(comm.library.is_host, candidates[0], reason)
+        return key.decision(candidates[0], reason)
     for schedule in candidates:
         if str(schedule) == loaded.get("schedule"):
             tried = loaded["tried"]
-            return key.decision(comm.library.is_host, schedule, f"loaded; tried: {format_times(tried)}", tried=tried)
-    if passes.shapes[_without_rows(key)] >= MAX_SHAPES:
+            return key.decision(schedule, f"loaded; tried: {format_times(tried)}", tried=tried)
+    if passes.raced(key) >= MAX_SHAPES:
         reason = f"{MAX_SHAPES} numbers of rows were tried before; ad.overlap.retry(layer) forgets them"
-        return key.decision(comm.library.is_host, OFF, reason)
-    passes.shapes[_without_rows(key)] += 1
-    return Race(comm, key, candidates)
+        return key.decision(OFF, reason)
+    return Race(key, candidates)
 
 
 def _captures(comm: Communicator) -> bool:
@@ -186,29 +166,21 @@ def _captures(comm: Communicator) -> bool:
 # ---------------------------------------------------------------------------------------------- consistency of ranks
 
 
-def _agree(comm: Communicator, key: PassKey) -> dict[str, Any]:
+def _agree(comm: Communicator, key: PassKey) -> Mapping[str, Any]:
     """Return the loaded decision if all ranks have loaded the same schedule, else {}.
 
     Collective, at the first call of a layer with these arguments, and at every call if PYNCCL_CHECK=1. Raises
     NcclInvalidUsage on every rank if the ranks pass different arguments."""
-    config = key.config
     loaded = saved.from_files.get(key.name(comm), {})
-    sizes = [PATTERNS.index(key.pattern), key.m, key.n, key.k, METHODS.index(config.method)]
-    rest = zlib.crc32(repr((str(key.dtype), str(key.reduce_dtype), config, key.same_bits)).encode())
-    schedule = zlib.crc32(loaded.get("schedule", "").encode())
-    rows = gathered(comm, [*sizes, min(config.chunks or 0, key.m), rest, schedule])
-    if any(row[:-1] != rows[0][:-1] for row in rows):
-        lines = "\n".join(f"  rank {rank}: {_format_row(*row[:-1])}" for rank, row in enumerate(rows))
+    row = [zlib.crc32(text.encode()) for text in (str(key), loaded.get("schedule", ""))]
+    keys, schedules = zip(*gathered(comm, row), strict=True)
+    if len(set(keys)) > 1:
+        lines = "\n".join(f"  rank {rank}: {broadcast_object(comm, str(key), rank)}" for rank in range(comm.size))
         raise NcclInvalidUsage(
             f"the ranks would use different schedules, and hang:\n{lines}\n"
             "  every rank must pass the same sizes, data types and OverlapConfig"
         )
-    return loaded if all(row[-1] == schedule for row in rows) else {}
-
-
-def _format_row(pattern: int, m: int, n: int, k: int, method: int, chunks: int, rest: int) -> str:
-    config = f"method={METHODS[method]!r}" + (f", chunks={chunks}" if chunks else "")
-    return f"{PATTERNS[pattern]} of m={m}, n={n}, k={k}, OverlapConfig({config}, ..) [all options: {rest:x}]"
+    return loaded if len(set(schedules)) == 1 else {}
 
 
 # ---------------------------------------------------------------------------------------------- public

@@ -7,19 +7,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from pynccl import Communicator
 
 from .config import OverlapConfig
 
-PATTERNS = (
-    "all_gather_matmul",
-    "matmul_reduce_scatter",
-    "matmul_all_reduce",
-    "column_backward",
-    "row_backward",
-    "copy_backward",
-)
 GATHER = ("all_gather_matmul", "row_backward")  # gather rows; the others sum them
 ALL_REDUCE = ("matmul_all_reduce", "copy_backward")
 HAVE_WGRAD = ("column_backward", "copy_backward")  # the wgrad matmul does not depend on the collective
@@ -75,10 +68,12 @@ class Decision:
 
 
 class PassKey(NamedTuple):
-    """The inputs of a decision.
+    """The inputs of a decision, in which the ranks must agree.
 
+    m, n, k       rows of all ranks, output and input features of this rank
     same_bits     allow only schedules that cannot change the rounding
-    reduce_dtype  data type in which sums are communicated"""
+    reduce_dtype  data type in which sums are communicated
+    ranks         their number;  on_cpu: whether they use the host library"""
 
     pattern: str
     m: int
@@ -88,18 +83,33 @@ class PassKey(NamedTuple):
     config: OverlapConfig
     same_bits: bool
     reduce_dtype: torch.dtype | None
+    ranks: int
+    on_cpu: bool
 
-    def decision(self, on_cpu: bool, schedule: Schedule, reason: str, **more: Any) -> Decision:
-        streams = self.config.compute_streams or (1 if on_cpu or schedule.chunks == 1 else 2)
+    def decision(self, schedule: Schedule, reason: str, **more: Any) -> Decision:
+        streams = self.config.compute_streams or (1 if self.on_cpu or schedule.chunks == 1 else 2)
         name = str(self.dtype).removeprefix("torch.")
         return Decision(self.pattern, self.m, self.n, self.k, name, *schedule, streams, reason, **more)
 
     def name(self, comm: Communicator) -> str:
         """Return the key of this pass in a file of decisions."""
-        device = "cpu" if comm.library.is_host else torch.cuda.get_device_name(comm.device)
-        sizes = f"{self.m}x{self.n}x{self.k} {self.dtype}, sums {self.reduce_dtype}, {comm.size} ranks"
-        config = replace(self.config, dgrad=None)
-        return f"{self.pattern} {sizes}, {device}, {config}{', same bits' if self.same_bits else ''}"
+        device = "cpu" if self.on_cpu else torch.cuda.get_device_name(comm.device)
+        return f"{self._replace(config=replace(self.config, dgrad=None))} of {device}"
+
+    def __str__(self) -> str:
+        sums = f", sums in {self.reduce_dtype}" if self.reduce_dtype else ""
+        bits = ", same bits" if self.same_bits else ""
+        sizes = f"m={self.m}, n={self.n}, k={self.k}"
+        return f"{self.pattern} of {sizes}, {self.config}, {self.dtype}{sums}{bits}, {self.ranks} ranks"
+
+
+def pass_key(
+    comm: Communicator, pattern: str, rows: int, w: Tensor, config: OverlapConfig, reduce_dtype: torch.dtype | None
+) -> PassKey:
+    """rows: of all ranks; w [out, in]: the shard of this rank"""
+    same_bits = config.deterministic or torch.are_deterministic_algorithms_enabled()
+    ranks = comm.size, comm.library.is_host
+    return PassKey(pattern, rows, w.shape[0], w.shape[1], w.dtype, config, same_bits, reduce_dtype, *ranks)
 
 
 def format_times(tried: Mapping[str, float]) -> str:
@@ -108,33 +118,45 @@ def format_times(tried: Mapping[str, float]) -> str:
 
 # ---------------------------------------------------------------------------------------------- candidates
 
-NOT_REQUESTED, ONE_RANK = 'method="off" was requested', "one rank has nothing to communicate"
 TOO_FEW = "too few rows or features to overlap"
-LOCAL_REASONS = (NOT_REQUESTED, ONE_RANK, TOO_FEW)  # every rank derives these without communication
 WOULD_ROUND = "no race of deterministic passes: each schedule rounds in a different order"
 
 
-def is_tiny(comm: Communicator, m: int, n: int, k: int) -> bool:
+def is_tiny(on_cpu: bool, m: int, n: int, k: int) -> bool:
     """Return whether a pass is too small to gain from overlap on any hardware.
 
     m: rows of all ranks; n, k: output and input features of this rank"""
-    return 2.0 * m * n * k < MIN_FLOP if comm.library.is_host else m < MIN_ROWS["cuda"]
+    return 2.0 * m * n * k < MIN_FLOP if on_cpu else m < MIN_ROWS["cuda"]
 
 
-def candidates_for(comm: Communicator, key: PassKey) -> tuple[tuple[Schedule, ...], str]:
-    """Return the schedules to try, and the reason if there is one only."""
-    config, method, pattern = key.config, key.config.method, key.pattern
-    if method == "off":
-        return (OFF,), NOT_REQUESTED
-    if comm.size == 1:
-        return (OFF,), ONE_RANK
+def why_off(key: PassKey) -> str:
+    """Return why a pass cannot overlap, as every rank knows without communication; "" if it can."""
+    if key.config.method == "off":
+        return 'method="off" was requested'
+    if key.ranks == 1:
+        return "one rank has nothing to communicate"
+    tiny = key.config.method == "auto" and not key.config.deterministic and is_tiny(key.on_cpu, key.m, key.n, key.k)
+    return TOO_FEW if tiny else ""
+
+
+def candidates_for(key: PassKey) -> tuple[tuple[Schedule, ...], str]:
+    """Return the schedules to try for a pass that can overlap, and the reason if there is one only."""
+    config, method, gathers = key.config, key.config.method, key.pattern in GATHER
+    if method == "auto" and config.deterministic:  # sums in rank order
+        return (OFF if gathers else Schedule("exchange"),), WOULD_ROUND
+    if method == "auto" and key.same_bits:
+        return (OFF,), WOULD_ROUND
+    counts = _chunk_counts(key)
     if method == "auto":
-        return _auto_candidates(comm, key)
+        bulk = (Schedule("bulk"),) if gathers or key.pattern in HAVE_WGRAD else ()
+        slices = tuple(Schedule("slices", chunks) for chunks in counts if chunks > 1)
+        ring = config.chunks is None and key.m >= key.ranks * _min_rows(key)
+        rings = (Schedule("ring", key.ranks),) if ring else ()
+        return (OFF, *bulk, *slices, *rings), "too few rows to split into slices"
     if method in ("bulk", "ring"):
-        return (Schedule(method, comm.size if method == "ring" else 1),), f"{method}, as requested"
-    if method == "exchange" and pattern in GATHER:
+        return (Schedule(method, key.ranks if method == "ring" else 1),), f"{method}, as requested"
+    if method == "exchange" and gathers:
         method = "slices"
-    counts = _chunk_counts(comm, key)
     if config.chunks is None and not key.same_bits and len(counts) > 1:
         return tuple(Schedule(method, chunks) for chunks in counts), ""
     schedule = Schedule(method, counts[min(1, len(counts) - 1)] if counts else 1)
@@ -143,28 +165,14 @@ def candidates_for(comm: Communicator, key: PassKey) -> tuple[tuple[Schedule, ..
     return (schedule,), WOULD_ROUND if key.same_bits else f"{schedule}: too few rows for a race"
 
 
-def _auto_candidates(comm: Communicator, key: PassKey) -> tuple[tuple[Schedule, ...], str]:
-    pattern, m, config = key.pattern, key.m, key.config
-    if config.deterministic:  # sums in rank order
-        return (OFF if pattern in GATHER else Schedule("exchange"),), WOULD_ROUND
-    if is_tiny(comm, m, key.n, key.k):
-        return (OFF,), TOO_FEW
-    if key.same_bits:
-        return (OFF,), WOULD_ROUND
-    bulk = (Schedule("bulk"),) if pattern in GATHER or pattern in HAVE_WGRAD else ()
-    slices = tuple(Schedule("slices", chunks) for chunks in _chunk_counts(comm, key) if chunks > 1)
-    ring = (Schedule("ring", comm.size),) if config.chunks is None and m >= comm.size * _min_rows(comm) else ()
-    return (OFF, *bulk, *slices, *ring), "too few rows to split into slices"
-
-
-def _chunk_counts(comm: Communicator, key: PassKey) -> list[int]:
+def _chunk_counts(key: PassKey) -> list[int]:
     """Return the numbers of slices to try. Each slice contains rows of every owner."""
-    max_chunks = max(1, key.m if key.pattern in ALL_REDUCE else key.m // comm.size)
+    max_chunks = max(1, key.m if key.pattern in ALL_REDUCE else key.m // key.ranks)
     if key.config.chunks is not None:
         return [min(key.config.chunks, max_chunks)]
-    return [chunks for chunks in SLICES if chunks <= max_chunks and key.m >= chunks * _min_rows(comm)]
+    return [chunks for chunks in SLICES if chunks <= max_chunks and key.m >= chunks * _min_rows(key)]
 
 
-def _min_rows(comm: Communicator) -> int:
+def _min_rows(key: PassKey) -> int:
     """Return the minimum number of rows of a slice."""
-    return MIN_ROWS["cpu" if comm.library.is_host else "cuda"]
+    return MIN_ROWS["cpu" if key.on_cpu else "cuda"]

@@ -102,20 +102,16 @@ class Race:
 
     read  gets the times of a round from all ranks, and calls a function with them"""
 
-    def __init__(
-        self, comm: Communicator, key: PassKey, candidates: Sequence[Schedule], read: DeferredCheck | None = None
-    ) -> None:
+    def __init__(self, key: PassKey, candidates: Sequence[Schedule], read: DeferredCheck | None = None) -> None:
         self.key, self.candidates = key, tuple(candidates)
         self.over = self.closed = False
         self.leader = self.candidates[0]
         self._ways = self.candidates  # still in the race
-        self._ratios: dict[Schedule, list[float]] = {way: [] for way in candidates}
         self._times: dict[Schedule, list[int]] = {way: [] for way in candidates}  # nanoseconds
         self._ask = 0  # call at which "off" was asked again
         self._asked: list[float] = []  # ratios since
         self._calls = 0
         self._unread: list[Round] = []
-        self._on_cpu = comm.library.is_host
         self._read = read or DeferredCheck()
         self._plan = self._rounds()
         self._round = next(self._plan)
@@ -129,7 +125,7 @@ class Race:
         at, second = divmod(call - self._round.start, 2)
         if self.closed or not 0 <= at < len(self._round.ways):
             return ScheduledCall(self.decision)
-        decision = self.key.decision(self._on_cpu, self._round.ways[at], self._round.name, settled=self.over)
+        decision = self.key.decision(self._round.ways[at], self._round.name, settled=self.over)
         return ScheduledCall(decision, self._round if second else None, at)
 
     def _rounds(self) -> Iterator[Round]:
@@ -151,7 +147,7 @@ class Race:
     def _end_round(self, comm: Communicator) -> None:
         """Exchange the times of a round; on a GPU of the one before, whose events are complete more often."""
         unread = [*self._unread, self._round]
-        if self._on_cpu or len(unread) > 1:
+        if self.key.on_cpu or len(unread) > 1:
             ended = unread.pop(0)
             rows = gathered_tensor(comm, ended.times() or [NOT_TIMED])
             self._read(rows, partial(self._judge, ended))  # on a GPU, those that were exchanged after the last round
@@ -162,23 +158,20 @@ class Race:
         """Use the times of a round. That of a call is the time of its slowest rank."""
         why = ""
         slowest = dict(zip(ended.ways, map(max, zip(*rows, strict=True)), strict=False))
-        base = slowest.get(self.candidates[0], NOT_TIMED)
-        ratios = {way: 1.0 if NOT_TIMED in (time, base) else time / base for way, time in slowest.items()}
         if not self.over:
-            self._race(slowest, ratios)
+            self._race(slowest)
         elif ended.start >= self._ask and ended.ways:
-            self._asked.append(ratios[self.leader])
+            self._asked.append(_ratio(slowest[self.leader], slowest[OFF]))
             if len(self._asked) == ASK_ROUNDS and statistics.median(self._asked) >= 1:
                 why = f"{_standing(self.leader, self._asked)} after call {self._ask}: off"
                 self.leader, self.closed = OFF, True
         self.decision = self._decided(why)
 
-    def _race(self, times: Mapping[Schedule, int], ratios: Mapping[Schedule, float]) -> None:
-        for way, ratio in ratios.items():
-            self._ratios[way].append(ratio)
-            self._times[way] += [times[way]] if times[way] < NOT_TIMED else []
+    def _race(self, times: Mapping[Schedule, int]) -> None:
+        for way, taken in times.items():
+            self._times[way].append(taken)
         first, *others = self._ways
-        rounds = len(self._ratios[first])
+        rounds = len(self._times[first])
         stay = sorted(others, key=self._median)[: STAY.get(rounds, len(others))]
         self._ways = (first, *(way for way in others if way in stay))
         leading = [way for way in stay if self._leads(way)]
@@ -186,25 +179,34 @@ class Race:
         self.over = rounds == len(STARTS)
         self.closed = self.over and (self.leader == first or first != OFF)
 
+    def _ratios(self, way: Schedule) -> list[float]:
+        """Return the ratios of its times to those of the first candidate in the same rounds."""
+        return list(map(_ratio, self._times[way], self._times[self.candidates[0]]))
+
     def _median(self, way: Schedule) -> float:
-        return statistics.median(self._ratios[way])
+        return statistics.median(self._ratios(way))
 
     def _leads(self, way: Schedule) -> bool:
         """Return whether the schedule would lead before the first candidate."""
         if self.candidates[0] != OFF:
             return self._median(way) < 1
-        wins = sum(ratio < 1 for ratio in self._ratios[way])
-        return self._median(way) <= GAIN and wins >= WINS * len(self._ratios[way])
+        ratios = self._ratios(way)
+        return statistics.median(ratios) <= GAIN and sum(ratio < 1 for ratio in ratios) >= WINS * len(ratios)
 
     def _decided(self, why: str = "") -> Decision:
         """Return the decision for the leader, with the reason: how the best of the others compares with the first."""
         first, *others = self._ways
-        tried = {str(way): statistics.median(times) / 1e9 for way, times in self._times.items() if times}
-        if not why and self._ratios[first]:
+        timed = {way: [one for one in times if one < NOT_TIMED] for way, times in self._times.items()}
+        tried = {str(way): statistics.median(times) / 1e9 for way, times in timed.items() if times}
+        if not why and self._times[first]:
             best = min(others, key=self._median) if self.leader == first else self.leader
-            why = _standing(best, self._ratios[best]) + (f": {first}" if self.leader == first else "")
+            why = _standing(best, self._ratios(best)) + (f": {first}" if self.leader == first else "")
         reason = f"{why}; tried: {format_times(tried)}" if why else "the race begins"
-        return self.key.decision(self._on_cpu, self.leader, reason, settled=self.over, tried=tried)
+        return self.key.decision(self.leader, reason, settled=self.over, tried=tried)
+
+
+def _ratio(taken: int, base: int) -> float:
+    return 1.0 if NOT_TIMED in (taken, base) else taken / base
 
 
 def _standing(way: Schedule, ratios: Sequence[float]) -> str:

@@ -16,7 +16,7 @@ from pynccl_autograd.overlap.tune import Race
 
 BULK, TWO, FOUR, EIGHT, RING = Schedule("bulk"), *(Schedule("slices", n) for n in (2, 4, 8)), Schedule("ring", 2)
 WAYS = (OFF, BULK, TWO, FOUR, EIGHT, RING)
-KEY = PassKey("all_gather_matmul", 1024, 512, 1024, torch.float32, AUTO, False, None)
+KEY = PassKey("all_gather_matmul", 1024, 512, 1024, torch.float32, AUTO, False, None, 2, True)
 Seconds = Callable[[Schedule, int], float]  # of a schedule, in a call
 Noise = Callable[[random.Random], float]  # factor of the slowest rank's time
 
@@ -56,7 +56,7 @@ class Called(NamedTuple):
 def start(ways: tuple[Schedule, ...] = WAYS, gpu: bool = False) -> tuple[Race, Any]:
     ranks: Any = Ranks(gpu)
     read: Any = DeferredRead() if gpu else None
-    return Race(ranks, KEY, ways, read), ranks
+    return Race(KEY._replace(on_cpu=not gpu), ways, read), ranks
 
 
 def play(
