@@ -23,7 +23,7 @@ from ..arguments import check_divisible, check_type
 from ..wire import Dtype
 from . import unfused
 from .call import Call
-from .handoff import PendingSlices, Slices
+from .handoff import Slices
 from .keys import Overlap
 from .linear import AllGatherMatmul, CopyMatmul, MatmulAllReduce, MatmulReduceScatter
 
@@ -126,13 +126,13 @@ def matmul_all_reduce(
     if hand_off and config.method in ("auto", "slices", "exchange"):
         method = "exchange" if config.deterministic else "slices" if config.method == "auto" else config.method
         call.config = replace(config, method=method, chunks=config.chunks or 4)
-    pending = PendingSlices() if hand_off else None
+    slices = Slices() if hand_off else None
     tensors = call.schedule(x, bias, rows_of(x), name, None)
     if tensors is None:
         y = (unfused.matmul_all_reduce(call, x, bias),)
     else:
-        y = MatmulAllReduce.apply(*tensors, call, pending)
-    return y[0] if pending is None else Slices(y, pending)
+        y = MatmulAllReduce.apply(*tensors, call, slices)
+    return y[0] if slices is None else slices._filled(y)
 
 
 def copy_matmul(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -13,52 +13,6 @@ from torch import Tensor
 from pynccl.bindings.resource import destructor
 
 from .lanes import Pass, Point
-
-
-class PendingSlices:
-    """An all-reduce that the caller waits for slice by slice."""
-
-    def __init__(self) -> None:
-        self.rows: list[slice] = []
-        self._points: list[Point | None] = []
-        self._lanes: Pass | None = None
-        self._open = ExitStack()
-
-    def add(self, lanes: Pass, at: slice) -> None:
-        """Add a slice whose work has been issued."""
-        self.rows.append(at)
-        self._points.append(lanes.comm.record())
-
-    @contextlib.contextmanager
-    def keep_open(self, run: contextlib.AbstractContextManager[Pass]) -> Iterator[Pass]:
-        """Begin a pass that ends when its last slice has been waited for, unless the block raises."""
-        with ExitStack() as stack:
-            lanes = stack.enter_context(run)
-            yield lanes
-            self._lanes, self._open = lanes, stack.pop_all()
-
-    def wait(self, at: int) -> None:
-        """Let the caller's stream, or on the CPU the caller, wait for a slice. The last slice waits for all work."""
-        lanes = self._lanes
-        if lanes is None:
-            return
-        try:
-            lanes.main.wait(self._points[at])
-        except BaseException as error:
-            self._lanes = None
-            self._open.__exit__(type(error), error, error.__traceback__)
-            raise
-        if at == len(self._points) - 1:
-            self.end()
-
-    def slices(self, y: Tensor) -> tuple[Tensor, ...]:
-        """Return the slices of y."""
-        return tuple(_not_a_view(y[at]) for at in self.rows)
-
-    def end(self) -> None:
-        if self._lanes is not None:
-            self._lanes = None
-            self._open.close()
 
 
 class Slices(Sequence[Tensor]):
@@ -70,9 +24,35 @@ class Slices(Sequence[Tensor]):
     Each slice is a differentiable tensor [rows, out]. `rows` has the positions of the slices in the full result, which
     `whole()` returns. The stream that waits is the one on which the call was made."""
 
-    def __init__(self, slices: Sequence[Tensor], pending: PendingSlices) -> None:
-        self._slices, self._pending, self._ready = slices, pending, 0
-        self.rows = tuple(pending.rows) or (slice(0, len(slices[0])),)
+    def __init__(self) -> None:
+        self.rows: tuple[slice, ...] = ()
+        self._slices: Sequence[Tensor] = ()
+        self._points: list[Point | None] = []  # after the work of each slice
+        self._waited = 0
+        self._lanes: Pass | None = None  # until the last slice has been waited for
+        self._open = ExitStack()
+
+    @contextlib.contextmanager
+    def _keep_open(self, run: AbstractContextManager[Pass]) -> Iterator[Pass]:
+        """Begin a pass that ends when its last slice has been waited for, unless the block raises."""
+        with ExitStack() as stack:
+            lanes = stack.enter_context(run)
+            yield lanes
+            self._lanes, self._open = lanes, stack.pop_all()
+
+    def _add(self, lanes: Pass, at: slice) -> None:
+        """Add a slice whose work has been issued."""
+        self.rows += (at,)
+        self._points.append(lanes.comm.record())
+
+    def _of(self, y: Tensor) -> tuple[Tensor, ...]:
+        """Return the slices of y, for autograd: none is a view, so each can be modified in place."""
+        return tuple(_not_a_view(y[at]) for at in self.rows)
+
+    def _filled(self, slices: Sequence[Tensor]) -> Slices:
+        """Return these Slices, with their tensors; a single one may have been computed without lanes."""
+        self._slices, self.rows = slices, self.rows or (slice(0, len(slices[0])),)
+        return self
 
     def __len__(self) -> int:
         return len(self._slices)
@@ -81,9 +61,8 @@ class Slices(Sequence[Tensor]):
         if isinstance(at, slice):
             return [self[i] for i in range(*at.indices(len(self)))]
         at = range(len(self))[at]
-        while self._ready <= at:
-            self._pending.wait(self._ready)
-            self._ready += 1
+        while self._waited <= at:
+            self._wait()
         return self._slices[at]
 
     def __iter__(self) -> Iterator[Tensor]:
@@ -93,14 +72,29 @@ class Slices(Sequence[Tensor]):
         """Return all rows, [s, out]."""
         return torch.cat(list(self))
 
+    def _wait(self) -> None:
+        """Let the caller's stream, or on the CPU the caller, wait for the next slice. The last one ends the pass."""
+        at, self._waited = self._waited, self._waited + 1
+        if self._lanes is not None:
+            try:
+                self._lanes.main.wait(self._points[at])
+            except BaseException as error:
+                self._lanes = None
+                self._open.__exit__(type(error), error, error.__traceback__)
+                raise
+            if self._waited == len(self._points):
+                self._end()
+
+    def _end(self) -> None:
+        self._lanes = None
+        self._open.close()
+
     @destructor
     def __del__(self) -> None:
-        pending = getattr(self, "_pending", None)
-        if pending is not None:  # its memory must not be reused while it is still written to
+        if getattr(self, "_lanes", None) is not None:  # its memory must not be reused while it is still written to
             with contextlib.suppress(Exception):
-                pending.end()
+                self._end()
 
 
 def _not_a_view(rows: Tensor) -> Tensor:
-    """Return a tensor of the same memory that is not a view for autograd, so that it can be modified in place."""
     return rows.new_empty(0).set_(rows.untyped_storage(), rows.storage_offset(), rows.shape, rows.stride())

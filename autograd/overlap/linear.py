@@ -21,7 +21,7 @@ from pynccl.watch.attribution import attribute_calls
 from . import unfused
 from .call import Call, flat_rows, in_backward, needs_graph, shaped
 from .gather import all_gather, gather_whole, keep
-from .handoff import PendingSlices
+from .handoff import Slices
 from .matmul import add, linear_plus, linear_rows
 from .reduce import all_reduce, reduce_scatter
 
@@ -166,12 +166,12 @@ class MatmulAllReduce(_Linear):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, call: Call, pending: PendingSlices | None
+        ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, call: Call, slices: Slices | None
     ) -> tuple[Tensor, ...]:
         x_rows = flat_rows(x)
         y = x_rows.new_empty(x_rows.shape[0], w.shape[0])
         run = call.forward_pass(x_rows)
-        with run if pending is None else pending.keep_open(run) as p:
+        with run if slices is None else slices._keep_open(run) as p:
             sums = all_reduce(p, y, call.reduce_dtype)
             for part in sums:
                 lane = sums.lane()
@@ -179,13 +179,11 @@ class MatmulAllReduce(_Linear):
                 rows = sums.launch(part, lane)
                 if rows is not None and bias is not None:
                     p.comm.run(add, bias, y[rows], out=y[rows])
-                if rows is not None and pending is not None:
-                    pending.add(p, rows)
+                if rows is not None and slices is not None:
+                    slices._add(p, rows)
         ctx.save_for_backward(x, w)
         call.save(ctx)
-        if pending is not None:
-            return pending.slices(y)
-        return (shaped(y, x.shape[:-1]),)
+        return (shaped(y, x.shape[:-1]),) if slices is None else slices._of(y)
 
     @staticmethod
     def backward(ctx: Any, *dy_slices: Tensor) -> tuple[Tensor | None, ...]:

@@ -17,7 +17,7 @@ import pynccl
 from pynccl import Communicator
 from pynccl_autograd.overlap import lanes as lanes_module
 from pynccl_autograd.overlap.buffers import Buffers, Fresh
-from pynccl_autograd.overlap.handoff import PendingSlices
+from pynccl_autograd.overlap.handoff import Slices
 from pynccl_autograd.overlap.lanes import HostLane, Lane, Lanes, Observer, Point, observers, observing
 from pynccl_autograd.streams import side_stream
 
@@ -80,11 +80,11 @@ def deferred_lanes(seed: int = 0, max_delay: float = 0.0) -> Iterator[None]:
     max_delay  longest sleep of a lane between pieces of its work in seconds, drawn at random from `seed`
 
     It applies to all threads. Read all `Slices` before leaving it."""
-    wait_for_main, plain = _WaitForMain(), PendingSlices.wait
+    wait_for_main, plain = _WaitForMain(), Slices._wait
 
-    def wait(self: PendingSlices, at: int) -> None:
+    def wait(self: Slices) -> None:
         lanes = self._lanes
-        plain(self, at)
+        plain(self)
         if lanes is not None:
             wait_for_main.closed(lanes)
 
@@ -92,7 +92,7 @@ def deferred_lanes(seed: int = 0, max_delay: float = 0.0) -> Iterator[None]:
         observers.remove(wait_for_main)
         observers.insert(0, wait_for_main)  # first, so that the lanes are done when other observers are called
         patch.setattr(lanes_module, "maker", _LaneMaker().make)
-        patch.setattr(PendingSlices, "wait", wait)
+        patch.setattr(Slices, "_wait", wait)
         yield
 
 
