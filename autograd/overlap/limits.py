@@ -19,10 +19,8 @@ class CappedChildren(dict[int, Communicator]):
 
 def prepare(comm: Communicator, config: OverlapConfig) -> None:
     """Create the additional communicators that this configuration needs. A blocking collective."""
-    if comm.size == 1:
-        return
     for each in (config, config.backward):
-        if each.method != "off":
+        if comm.size > 1 and each.method != "off":
             limited(comm, each, "ring" if each.method == "auto" else each.method)
 
 
@@ -32,26 +30,24 @@ def limited(comm: Communicator, config: OverlapConfig, method: str) -> tuple[Com
     Before NCCL 2.31, and for send and recv, the limit belongs to a communicator. A child communicator is split off on
     first use; it shares the side streams of its parent, and ends with it."""
     max_ctas = config.num_comm_ctas
-    if max_ctas is None:
+    if max_ctas is None or (comm.config is not None and comm.config.max_ctas == max_ctas):
         return comm, None
     if comm.library.version >= COLL_CONFIG_SINCE and method != "ring":
         return comm, CollConfig(max_ctas=max_ctas)
-    return _capped_child(comm, max_ctas), None
-
-
-def _capped_child(comm: Communicator, max_ctas: int) -> Communicator:
-    if comm.config is not None and comm.config.max_ctas == max_ctas:
-        return comm
     children = state_of(comm, CappedChildren)
     if max_ctas not in children:
-        if not comm.library.is_host and is_capturing(torch.device(comm.device)):
+        if comm.device != "cpu" and is_capturing(torch.device(comm.device)):
             raise NcclInvalidUsage(
                 f"num_comm_ctas={max_ctas} needs a child communicator, which cannot be created during a CUDA graph "
                 "capture; run one pass before the capture"
             )
-        child = comm.split(0, comm.rank, CommConfig(max_ctas=max_ctas))
-        assert child is not None
-        share_side_streams(comm, child)
+        child = children[max_ctas] = split_off(comm, CommConfig(max_ctas=max_ctas))
         comm._dependents += (child,)
-        children[max_ctas] = child
-    return children[max_ctas]
+    return children[max_ctas], None
+
+
+def split_off(comm: Communicator, config: CommConfig) -> Communicator:
+    """Split off a communicator of the same ranks with this configuration. It shares the side streams of `comm`."""
+    child = comm.split(0, comm.rank, config)
+    share_side_streams(comm, child)
+    return child
