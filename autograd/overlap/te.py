@@ -247,5 +247,5 @@ def _buffer_rows(config: OverlapConfig, rows: int, ranks: int) -> dict[str, int]
         return {"gathered": rows, "partial": 2 * rows // ranks, "received": rows // ranks}
     if config.method == "slices":  # sums need no receive buffer
         return {"gathered": rows, "partial": rows}
-    padded = rows + (ranks - 1) * config.chunks  # an exchange pads each slice to a multiple of the ranks
+    padded = rows + ranks * config.chunks  # an exchange pads all slices to one multiple of the ranks
     return {"gathered": padded, "partial": padded, "received": padded, "total": -(-padded // ranks)}
