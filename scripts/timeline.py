@@ -32,7 +32,7 @@ from pynccl import Communicator, progress
 from pynccl.tools import command
 from pynccl_autograd import OverlapConfig
 from pynccl_autograd.overlap import lanes
-from pynccl_autograd.overlap.trace import Interval, Operation, recording
+from pynccl_autograd.overlap.report import Interval, Operation, recording
 
 RANKS, CHUNKS, WIDTH, HIDDEN = 2, 4, 512, 2048
 MATMUL_SECONDS = 0.04  # duration of one forward matmul if --tokens is not given

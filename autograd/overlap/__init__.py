@@ -4,11 +4,10 @@ from .choose import decisions, retry
 from .config import OverlapConfig
 from .functions import all_gather_matmul, copy_matmul, matmul_all_reduce, matmul_reduce_scatter
 from .handoff import Slices
-from .report import Report, report
+from .report import Report, Trace, recording, report
 from .saved import load, save
 from .schedules import Decision
 from .te import CommOverlap, CommOverlapHelper, CommOverlapP2P
-from .trace import Trace, recording
 
 __all__ = [
     "CommOverlap",

@@ -60,3 +60,18 @@ def test_the_report_lists_the_passes_of_each_layer_in_order(ranks: RankPool) -> 
     assert lines[3].split() == ["down", "forward", "off", "3", "-", "-", "-", "-", "-"]
     assert lines[7].startswith("  down, forward: ") and "too few rows or features" in lines[7]
     assert default_names == ["ColumnParallelLinear(16, 32) #1", "RowParallelLinear(32, 16) #2"]
+
+
+def report_of_single_calls(comm: Communicator) -> tuple[list[tuple[str, int]], bool]:
+    model = Model(comm)
+    with ad.CommOverlap(ad.CommOverlapHelper(comm), (4, 4)) as buffers, ad.overlap.report(model) as report:
+        for _ in range(2):
+            model.down(torch.randn(ROWS, HIDDEN // comm.size))  # without overlap
+        with buffers.bulk("all_gather", torch.ones(4), torch.empty(4 * comm.size)):
+            pass
+        model.up(torch.randn(ROWS // comm.size, WIDTH))
+    return [(row.layer, row.calls) for row in report.rows()], str(report) == str(report)
+
+
+def test_layers_are_listed_in_the_order_of_their_first_calls_and_a_bulk_collective_is_no_layer(ranks: RankPool) -> None:
+    assert ranks.run(2, report_of_single_calls) == [([("down", 2), ("up", 1)], True)] * 2

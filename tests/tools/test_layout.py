@@ -53,7 +53,7 @@ ORDER: dict[str, str] = {
         ops.coalesced ops.all_reduce ops.all_gather ops.extremes ops.rooted ops.all_to_all ops.permute ops.halo
         operators streams work
         overlap.config overlap.keys overlap.schedules overlap.tune overlap.saved overlap.buffers overlap.lanes
-        overlap.choose overlap.trace overlap.report overlap.limits overlap.unfused overlap.matmul overlap.gather
+        overlap.choose overlap.report overlap.limits overlap.unfused overlap.matmul overlap.gather
         overlap.reduce overlap.call overlap.handoff overlap.linear overlap.functions overlap.te
         overlap layers.dtensors layers.shard layers.shards layers.in_flight layers.gradients layers.linear
         layers.vocabulary layers.dropout layers.plan layers.plan_checks layers.same_input layers.hooks layers.replace

@@ -17,11 +17,11 @@ import pynccl_autograd as ad
 from pynccl import Communicator, chrome_trace as chrome
 from pynccl_autograd import ColumnParallelLinear, OverlapConfig
 from pynccl_autograd.overlap.lanes import observers
-from pynccl_autograd.overlap.trace import Interval, Operation, recording
+from pynccl_autograd.overlap.report import Interval, Operation, recording
 
 
 def interval(lane: str, begin: float, end: float, number: int = 0) -> Interval:
-    return Interval(lane, "all_gather" if lane == "comm" else "linear_rows", number, begin, end, (2, 3), 24)
+    return Interval(lane, "all_gather" if lane == "comm" else "linear_rows", number, begin, end)
 
 
 def test_totals_of_an_operation() -> None:
@@ -30,12 +30,12 @@ def test_totals_of_an_operation() -> None:
         *(interval("comm", 1, 5), interval("comm", 6, 9, 1)),
         *(interval("main", 0, 1, 2), interval("main", 1, 4), interval("second", 3, 6, 1)),
     )
-    operation = Operation("ColumnParallelLinear", "all_gather_matmul", "slices", 2, 100.0, 9.0, intervals)
+    operation = Operation("ColumnParallelLinear", None, 9.0, intervals)
     assert (operation.comm, operation.compute, operation.exposed) == (7, 6, 3)
     assert operation.efficiency == pytest.approx((7 + 6 - 9) / 6)
     serial = (interval("comm", 0, 2), interval("main", 2, 5))  # sequential: nothing is hidden
-    assert Operation("", "", "off", 1, 0.0, 5.0, serial).efficiency == 0
-    assert math.isnan(Operation("", "", "off", 1, 0.0, 5.0, serial[1:]).efficiency)
+    assert Operation("", None, 5.0, serial).efficiency == 0
+    assert math.isnan(Operation("", None, 5.0, serial[1:]).efficiency)
 
 
 def record_layer(comm: Communicator) -> tuple[list[Operation], bool]:
@@ -57,12 +57,12 @@ def record_layer(comm: Communicator) -> tuple[list[Operation], bool]:
 def test_the_operations_of_a_layer_are_recorded_in_order(ranks: RankPool) -> None:
     for (forward, backward), kept in ranks.run(2, record_layer):
         assert not kept
-        assert (forward.owner, forward.method, forward.chunks) == ("ColumnParallelLinear", "slices", 3)
+        assert (forward.owner, forward.decision.schedule) == ("ColumnParallelLinear", "slices 3")
         counts = Counter((each.lane, each.what) for each in forward.intervals)
         assert counts["comm", "all_gather"] == 3 and counts["main", "linear_rows"] == 4
         counts = Counter((each.lane, each.what) for each in backward.intervals)
         assert counts["comm", "reduce_scatter"] == 3 and counts["main", "outer_rows"] == 1
-        assert forward.start + forward.wall <= backward.start
+        assert (forward.decision.pattern, backward.decision.pattern) == ("all_gather_matmul", "column_backward")
         for operation in (forward, backward):
             assert all(0 <= each.begin <= each.end <= operation.wall for each in operation.intervals)
             assert [each.number for each in operation.intervals if each.lane == "comm"] == [0, 1, 2]
