@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
 import json
-import os
-import threading
 from pathlib import Path
 from typing import Any
 
-from pynccl.bindings.values import path_of, shown
+from pynccl.bindings.values import instance, path_of, shown
+from pynccl.chrome_trace import replacing
 
 FILE_VERSION = 2
 
@@ -17,20 +17,14 @@ from_files: dict[str, dict[str, Any]] = {}  # the same, of `load`
 
 
 def save(path: str | Path) -> None:
-    """Write the decisions of this process's races as JSON, for `load`.
+    """Write the decisions of this process's races as JSON, for `load`; gzip-compressed if the path ends in .gz.
 
-    All ranks may write the same file, since the ranks of a communicator make the same decisions."""
+    All ranks may write the same file, since the ranks of a communicator make the same decisions. Raises OSError if the
+    file cannot be written, and leaves an old file as it was."""
     path = Path(path_of(path, "overlap.save: path"))
     text = json.dumps({"version": FILE_VERSION, "decisions": {**from_files, **won}}, indent=1)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-    try:
-        with os.fdopen(descriptor, "w") as file:
-            file.write(text + "\n")
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink()
-        raise
+    with replacing(path) as file:
+        file.write(text + "\n")
 
 
 def load(path: str | Path) -> None:
@@ -41,25 +35,21 @@ def load(path: str | Path) -> None:
 
     Raises OSError if the file cannot be read, and ValueError if it is not a file of `save`."""
     path = Path(path_of(path, "overlap.load: path"))
+    data = path.read_bytes()
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)  # `replacing` compresses .gz
         version = content["version"]
-        found = (
-            {name: _record(value) for name, value in content["decisions"].items()} if version == FILE_VERSION else {}
-        )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if version == FILE_VERSION:
+            from_files.update({name: _checked(decision) for name, decision in content["decisions"].items()})
+    except Exception as error:  # whatever else such a file contains
         raise ValueError(f"overlap.load: path {path} is not a file of ad.overlap.save(): {shown(error)}") from None
     if version != FILE_VERSION:
         raise ValueError(
             f"overlap.load: {path} has version {shown(version)}, expected {FILE_VERSION}; run the races again and "
             "save()"
         )
-    from_files.update(found)
 
 
-def _record(decision: Any) -> dict[str, Any]:
-    """Check a decision of a file."""
-    schedule, tried = decision["schedule"], decision["tried"]
-    if not isinstance(schedule, str):
-        raise TypeError(f"schedule is {shown(schedule)}, expected a string")
-    return {"schedule": schedule, "tried": {str(name): float(seconds) for name, seconds in tried.items()}}
+def _checked(decision: Any) -> dict[str, Any]:
+    instance(decision["schedule"], str, "schedule", "a string")
+    return {"schedule": decision["schedule"], "tried": {way: float(time) for way, time in decision["tried"].items()}}

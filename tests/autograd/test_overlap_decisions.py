@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,7 @@ FILES = (
     b'{"version": 2, "decisions": {"a": {"schedule": 5, "tried": {}}}}',
     b'{"version": 2, "decisions": {"a": {"schedule": "off", "tried": {"off": "long"}}}}',
     b'{"version": 2, "decisions": {"a": {"schedule": "off", "tried": [1.0]}}}',
+    b"[" * 100_000,
 )
 
 
@@ -107,6 +109,40 @@ def test_files_not_written_by_save_raise(tmp_path: Path) -> None:
         ad.overlap.load(path)
     with pytest.raises(FileNotFoundError, match=r"missing\.json"):
         ad.overlap.load(tmp_path / "missing.json")
+
+
+def test_a_failed_save_keeps_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "decisions.json"
+    ad.overlap.save(path)
+    old = path.read_text()
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(saved.won, "a pass", {"schedule": "off", "tried": {}})
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(old), limit[1]))  # Python ignores the signal SIGXFSZ
+        try:
+            with pytest.raises(OSError, match="too large"):
+                ad.overlap.save(path)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert path.read_text() == old and os.listdir(tmp_path) == ["decisions.json"]
+    with pytest.raises(FileNotFoundError, match=r"missing/decisions\.json"):
+        ad.overlap.save(tmp_path / "missing" / "decisions.json")
+
+
+def test_a_saved_file_has_the_default_mode_and_may_be_compressed(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(saved.won, "a pass", {"schedule": "off", "tried": {"off": 0.25}})
+        before = os.umask(0o027)
+        try:
+            for name in ("decisions.json", "decisions.json.gz"):
+                ad.overlap.save(tmp_path / name)
+        finally:
+            os.umask(before)
+    for path in tmp_path.iterdir():
+        assert path.stat().st_mode & 0o777 == 0o640
+        with tune_small_layers():
+            ad.overlap.load(path)
+            assert saved.from_files == {"a pass": {"schedule": "off", "tried": {"off": 0.25}}}
 
 
 def check_retry(comm: Communicator, path: str) -> None:
