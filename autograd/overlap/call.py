@@ -37,13 +37,19 @@ from .schedules import Decision, PassKey, is_tiny, pass_key
 from .tune import NOT_SCHEDULED, ScheduledCall
 from .unfused import IntoMainGrad
 
+# Function -> kind of layer, and the patterns of its passes; None for a pass that communicates nothing.
+PASSES = {
+    "all_gather_matmul": ("column", "all_gather_matmul", "column_backward"),
+    "matmul_reduce_scatter": ("row", "matmul_reduce_scatter", "row_backward"),
+    "matmul_all_reduce": ("row", "matmul_all_reduce", None),
+    "copy_matmul": ("column", None, "copy_backward"),
+}
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Call:
     """The checked arguments of a call of one of the functions of functions.py, except x and the bias.
 
-    kind                  "column" or "row"
     parameter, main_grad  a backward() that would add to parameter.grad adds to main_grad; None: it returns the gradient
     owner                 the layer that made the call, for decisions and the report
     caller                name of the layer, or of the function, for errors
@@ -54,15 +60,15 @@ class Call:
     """
 
     def __init__(
-        self, name: str, kind: str, x: Tensor, w: Tensor, comm: Communicator, bias: Tensor | None, overlap: Overlap,
+        self, name: str, x: Tensor, w: Tensor, comm: Communicator, bias: Tensor | None, overlap: Overlap,
         reduce_dtype: Dtype, fused: bool, owner: Any,
     ) -> None:  # fmt: skip
         if owner is not None and not isinstance(owner, nn.Module):
             raise TypeError(f"{name}: owner is {shown(owner)}, expected the module that makes the call, or None")
         self.caller = caller = name if owner is None else type(owner).__name__
         check_input(caller, x, w, comm, bias)
-        self.name, self.kind, self.comm, self.owner = name, kind, comm, owner
-        self.config = as_config(caller, overlap, kind)
+        self.name, self.comm, self.owner = name, comm, owner
+        self.config = as_config(caller, overlap, PASSES[name][0])
         plain = isinstance(overlap, (str, OverlapConfig))
         self.buffers: Buffers | None = None if plain else attribute(overlap, "buffers")
         self.reduce_dtype = check_reduce_dtype(caller, x, reduce_dtype)  # of sums in flight; None: that of x
@@ -76,15 +82,12 @@ class Call:
         w: Tensor = self.parameter
         return w if self.main_grad is None else IntoMainGrad.apply(w, self.main_grad)
 
-    def schedule(
-        self, x: Tensor, bias: Tensor | None, rows: int, forward: str | None, backward: str | None
-    ) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    def schedule(self, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None] | None:
         """Schedule the passes, and return x, w and bias for the Function. None: it does not apply, use unfused.py. It
-        may communicate, so all ranks must take the same branch: see `x_needs_grad` and `choose`.
-
-        rows               of all ranks
-        forward, backward  the patterns of the passes; None for a pass that communicates nothing"""
+        may communicate, so all ranks must take the same branch: see `x_needs_grad` and `choose`."""
         comm, config, training = self.comm, self.config, torch.is_grad_enabled()
+        kind, forward, backward = PASSES[self.name]
+        rows = x.numel() // max(x.shape[-1], 1) * (comm.size if forward == "all_gather_matmul" else 1)  # of all ranks
         off = config.method == config.backward.method == "off"
         # A shortcut to the same decision:
         off = off or (config is AUTO and not observers and is_tiny(comm.library.is_host, rows, *self.parameter.shape))
@@ -97,7 +100,7 @@ class Call:
         if self.reduce_dtype is x.dtype:
             self.reduce_dtype = None
         self.needs_dx = training and x.requires_grad
-        if training and self.kind == "column":
+        if training and kind == "column":
             self.needs_dx = x_needs_grad(comm, self.owner, x.requires_grad)
             backward = backward if self.needs_dx else None
         if not off and forward:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from pynccl.bindings.values import INT_MAX, shown
+from pynccl.bindings.values import INT_MAX, instance, shown
 
 METHODS = ("auto", "slices", "ring", "exchange", "bulk", "off")
 MAX_COMPUTE_STREAMS = 2  # more are slower: each takes a share of the GPU from the last waves of the others
@@ -55,18 +55,17 @@ class OverlapConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.method, str) or self.method not in METHODS:
             raise ValueError(f"OverlapConfig: method is {shown(self.method)}, expected one of {', '.join(METHODS)}")
-        for name, maximum in (("chunks", None), ("compute_streams", MAX_COMPUTE_STREAMS), ("num_comm_ctas", None)):
+        limits = {"chunks": INT_MAX, "compute_streams": MAX_COMPUTE_STREAMS, "num_comm_ctas": INT_MAX}
+        for name, maximum in limits.items():
             value = getattr(self, name)
-            if value is not None and not (type(value) is int and 1 <= value <= (maximum or INT_MAX)):
-                upto = f" and <= {maximum}" if maximum else ""
+            if value is not None and not (type(value) is int and 1 <= value <= maximum):
+                upto = "" if maximum == INT_MAX else f" and <= {maximum}"
                 raise ValueError(f"OverlapConfig: {name} is {shown(value)}, expected an integer >= 1{upto}, or None")
         for name in ("aggregate", "deterministic", "save_gathered"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"OverlapConfig: {name} is {shown(getattr(self, name))}, expected True or False")
+            instance(getattr(self, name), bool, f"OverlapConfig: {name}", "True or False")
         if type(self.priority) is not int:
             raise TypeError(f"OverlapConfig: priority is {shown(self.priority)}, expected an integer")
-        if self.dgrad is not None and not isinstance(self.dgrad, OverlapConfig):
-            raise TypeError(f"OverlapConfig: dgrad is {shown(self.dgrad)}, expected an OverlapConfig or None")
+        instance(self.dgrad, (OverlapConfig, type(None)), "OverlapConfig: dgrad", "an OverlapConfig or None")
         if self.chunks is not None and self.method in ("ring", "bulk"):
             raise ValueError(
                 f"OverlapConfig: chunks is {self.chunks}, but method {self.method!r} has no slices; omit chunks, or "

@@ -35,12 +35,14 @@ def all_gather_matmul(
 ) -> Tensor: ...  # fmt: skip
 @overload
 def all_gather_matmul(
-    x: Tensor, w: Tensor, comm: Communicator, bias: Tensor | None = None, *, return_gathered: Literal[True],
-    overlap: Overlap = "auto", reduce_dtype: Dtype = None, grad_accumulation_fusion: bool = False, owner: Any = None,
+    x: Tensor, w: Tensor, comm: Communicator, bias: Tensor | None = None, *, overlap: Overlap = "auto",
+    reduce_dtype: Dtype = None, grad_accumulation_fusion: bool = False, return_gathered: Literal[True],
+    owner: Any = None,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def all_gather_matmul(
-    x: Tensor, w: Tensor, comm: Communicator, bias: Tensor | None = None, *, return_gathered: bool = False,
-    overlap: Overlap = "auto", reduce_dtype: Dtype = None, grad_accumulation_fusion: bool = False, owner: Any = None,
+    x: Tensor, w: Tensor, comm: Communicator, bias: Tensor | None = None, *, overlap: Overlap = "auto",
+    reduce_dtype: Dtype = None, grad_accumulation_fusion: bool = False, return_gathered: bool = False,
+    owner: Any = None,
 ) -> Any:  # fmt: skip
     """Return all_gather(x, dim 0) @ w.T + bias.   x [s/N, .., in], w [out, in], bias [out] -> [s, .., out]
 
@@ -59,8 +61,8 @@ def all_gather_matmul(
     name = "all_gather_matmul"
     if return_gathered is not False:
         check_type(f"{name}: return_gathered", "bool", return_gathered)
-    call = Call(name, "column", x, w, comm, bias, overlap, reduce_dtype, grad_accumulation_fusion, owner)
-    tensors = call.schedule(x, bias, rows_of(x) * comm.size, name, "column_backward")
+    call = Call(name, x, w, comm, bias, overlap, reduce_dtype, grad_accumulation_fusion, owner)
+    tensors = call.schedule(x, bias)
     if tensors is None:
         return unfused.all_gather_matmul(call, x, bias, return_gathered)
     keeps = return_gathered or (call.config.save_gathered and torch.is_grad_enabled())
@@ -82,9 +84,9 @@ def matmul_reduce_scatter(
     are wrong, the other ranks wait for it.
     """
     name = "matmul_reduce_scatter"
-    call = Call(name, "row", x, w, comm, bias, overlap, reduce_dtype, grad_accumulation_fusion, owner)
+    call = Call(name, x, w, comm, bias, overlap, reduce_dtype, grad_accumulation_fusion, owner)
     check_divisible(call.caller, x, 0, comm, "use another sequence length")
-    tensors = call.schedule(x, bias, rows_of(x), name, "row_backward")
+    tensors = call.schedule(x, bias)
     if tensors is None:
         return unfused.matmul_reduce_scatter(call, x, bias)
     y: Tensor = MatmulReduceScatter.apply(*tensors, call)
@@ -98,12 +100,14 @@ def matmul_all_reduce(
 ) -> Tensor: ...  # fmt: skip
 @overload
 def matmul_all_reduce(
-    x: Tensor, w: Tensor, comm: Communicator, bias: Tensor | None = None, *, hand_off: Literal[True],
-    overlap: Overlap = "auto", reduce_dtype: Dtype = None, grad_accumulation_fusion: bool = False, owner: Any = None,
+    x: Tensor, w: Tensor, comm: Communicator, bias: Tensor | None = None, *, overlap: Overlap = "auto",
+    reduce_dtype: Dtype = None, grad_accumulation_fusion: bool = False, hand_off: Literal[True],
+    owner: Any = None,
 ) -> Slices: ...  # fmt: skip
 def matmul_all_reduce(
-    x: Tensor, w: Tensor, comm: Communicator, bias: Tensor | None = None, *, hand_off: bool = False,
-    overlap: Overlap = "auto", reduce_dtype: Dtype = None, grad_accumulation_fusion: bool = False, owner: Any = None,
+    x: Tensor, w: Tensor, comm: Communicator, bias: Tensor | None = None, *, overlap: Overlap = "auto",
+    reduce_dtype: Dtype = None, grad_accumulation_fusion: bool = False, hand_off: bool = False,
+    owner: Any = None,
 ) -> Any:  # fmt: skip
     """Return all_reduce(x @ w.T) + bias.   x [s, .., in/N], w [out, in/N], bias [out] -> [s, .., out]
 
@@ -118,7 +122,7 @@ def matmul_all_reduce(
     are wrong, the other ranks wait for it.
     """
     name = "matmul_all_reduce"
-    call = Call(name, "row", x, w, comm, bias, overlap, reduce_dtype, grad_accumulation_fusion, owner)
+    call = Call(name, x, w, comm, bias, overlap, reduce_dtype, grad_accumulation_fusion, owner)
     check_type(f"{name}: hand_off", "bool", hand_off)
     if hand_off and x.dim() != 2:
         raise ValueError(f"{name}: hand_off=True expects x of shape [s, in/N], but x is {tuple(x.shape)}; flatten it")
@@ -127,7 +131,7 @@ def matmul_all_reduce(
         method = "exchange" if config.deterministic else "slices" if config.method == "auto" else config.method
         call.config = replace(config, method=method, chunks=config.chunks or 4)
     slices = Slices() if hand_off else None
-    tensors = call.schedule(x, bias, rows_of(x), name, None)
+    tensors = call.schedule(x, bias)
     if tensors is None:
         y = (unfused.matmul_all_reduce(call, x, bias),)
     else:
@@ -149,14 +153,9 @@ def copy_matmul(
     are wrong, the other ranks wait for it.
     """
     name = "copy_matmul"
-    call = Call(name, "column", x, w, comm, bias, overlap, reduce_dtype, grad_accumulation_fusion, owner)
-    tensors = call.schedule(x, bias, rows_of(x), None, "copy_backward")
+    call = Call(name, x, w, comm, bias, overlap, reduce_dtype, grad_accumulation_fusion, owner)
+    tensors = call.schedule(x, bias)
     if tensors is None:
         return unfused.copy_matmul(call, x, bias)
     y: Tensor = CopyMatmul.apply(*tensors, call)
     return y
-
-
-def rows_of(x: Tensor) -> int:
-    """Return the number of rows of x [.., k]."""
-    return x.numel() // max(x.shape[-1], 1)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,11 +29,7 @@ from .schedules import Decision
 
 class Observer:
     """Callbacks for the passes of overlapped layers: override those you need. They run in the thread that does the
-    work, and must not raise, since the exception would reach the program.
-
-    timing  whether `ran` needs `begin` and `end`"""
-
-    timing = False
+    work, and must not raise, since the exception would reach the program."""
 
     def ran(self, lane: Lane, name: str, reads: Sequence[Any], writes: Sequence[Any], begin: Any, end: Any) -> None:
         """Called after work was issued on a lane.   reads, writes: its tensors   begin, end: marks of the lane"""
@@ -120,7 +115,7 @@ class Lane:
 
     def mark(self) -> Any:
         """Record a time mark of this lane, for `seconds_between`."""
-        return time.perf_counter()
+        return pynccl.create_event(library=self.lanes.nccl.library).record()
 
     def _do(self, work: Callable[[], object]) -> None:
         work()
@@ -178,13 +173,7 @@ class _CudaLane(Lane):
 
 def seconds_between(begin: Any, end: Any) -> float:
     """Return the seconds between two completed marks of one operation's lanes."""
-    if hasattr(begin, "elapsed_time") and hasattr(end, "elapsed_time"):
-        return float(begin.elapsed_time(end)) / 1e3
-    return _moment(end) - _moment(begin)
-
-
-def _moment(mark: Any) -> float:
-    return float(mark if isinstance(mark, float) else mark.moment)
+    return float(begin.elapsed_time(end)) / 1e3
 
 
 class SpareEvents(list[Any]):
@@ -287,10 +276,9 @@ class Lanes:
     def issue(self, lane: Lane, name: str, reads: Sequence[Any], out: Tensor, launch: Callable[[], object]) -> None:
         """Launch work on a lane, and notify the observers."""
         lane.issued += 1
-        timing = any(observer.timing for observer in self.observers)
-        begin = lane.mark() if timing else None
+        begin = lane.mark() if self.observers else None
         launch()
-        end = lane.mark() if timing else None
+        end = lane.mark() if self.observers else None
         for observer in self.observers:
             observer.ran(lane, name, reads, (out,), begin, end)
 

@@ -102,12 +102,10 @@ def sum_in_order(parts: Tensor, *, out: Tensor) -> None:
     """out = parts[0] + parts[1] + .. in this order, in at least float32.   parts [p, rows, n] -> [rows, n]
 
     The bits of a row do not depend on the number of rows."""
-    if parts.dtype.itemsize >= 4 and out.dtype is parts.dtype:
-        torch.add(parts[0], parts[1], out=out)
-        for part in parts[2:]:
-            out.add_(part)
-        return
-    total = parts[0].to(torch.float32 if parts.dtype.itemsize < 4 else parts.dtype, copy=True)
+    dtype = torch.promote_types(parts.dtype, torch.float32)
+    total = out if out.dtype is dtype else out.new_empty(out.shape, dtype=dtype)
+    total.copy_(parts[0])
     for part in parts[1:]:
         total.add_(part)
-    out.copy_(total)
+    if total is not out:
+        out.copy_(total)

@@ -95,11 +95,9 @@ class Trace(Observer):
         for operation in trace.operations():
             print(operation.owner, operation.efficiency)
 
-    It contains completed operations only, and keeps no tensor and no layer alive. On a GPU, marks are timing events,
-    which are cheap; on the CPU, clock times. It cannot record CUDA graph captures, since events of a graph have no
+    It contains completed operations only, and keeps no tensor and no layer alive. Marks are events: on a
+    GPU, timing events, which are cheap. It cannot record CUDA graph captures, since events of a graph have no
     times."""
-
-    timing = True
 
     def __init__(self) -> None:
         # Passes run in several threads. They need no lock: a pass has its own list of work, and each change of what the
@@ -134,8 +132,7 @@ class Trace(Observer):
 
 def _operation(owner: str, decision: Any, begin: Any, end: Any, work: Sequence[Interval]) -> Operation:
     """Return an operation with seconds in place of marks, after waiting for it."""
-    if hasattr(end, "synchronize"):
-        end.synchronize()  # after it, all marks are complete
+    end.synchronize()  # after it, all marks are complete
     seconds = partial(seconds_between, begin)
     intervals = tuple(one._replace(begin=seconds(one.begin), end=seconds(one.end)) for one in work)
     return Operation(owner, decision, seconds(end), intervals)

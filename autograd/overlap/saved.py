@@ -10,7 +10,7 @@ from typing import Any
 from pynccl.bindings.values import instance, path_of, shown
 from pynccl.chrome_trace import replacing
 
-FILE_VERSION = 2
+FILE_VERSION = 3
 
 won: dict[str, dict[str, Any]] = {}  # `PassKey.name` -> results of this process's races
 from_files: dict[str, dict[str, Any]] = {}  # the same, of `load`

@@ -98,26 +98,16 @@ class CommOverlap(Resource, Shared):
     """
 
     def __init__(
-        self,
-        helper: CommOverlapHelper,
-        tensor_shape: Sequence[int],
-        dtype: torch.dtype = torch.bfloat16,
-        *,
-        num_splits: int = 4,
-        num_comm_ctas: int | None = None,
-        priority: int = -1,
-        deterministic: bool = False,
-        save_gathered: bool = False,
-        copy_engines: bool = False,
-    ) -> None:
+        self, helper: CommOverlapHelper, tensor_shape: Sequence[int], dtype: torch.dtype = torch.bfloat16, *,
+        num_splits: int = 4, num_comm_ctas: int | None = None, priority: int = -1, deterministic: bool = False,
+        save_gathered: bool = False, copy_engines: bool = False,
+    ) -> None:  # fmt: skip
+        method = "exchange" if deterministic is True else "slices"
+        chunks = integer(num_splits, "CommOverlap: num_splits", 1)
         self.config = OverlapConfig(
-            "exchange" if deterministic is True else "slices",
-            chunks=integer(num_splits, "CommOverlap: num_splits", 1),
-            num_comm_ctas=num_comm_ctas,
-            priority=priority,
-            deterministic=deterministic,
+            method, chunks=chunks, num_comm_ctas=num_comm_ctas, priority=priority, deterministic=deterministic,
             save_gathered=save_gathered,
-        )
+        )  # fmt: skip
         self._construct(helper, tensor_shape, dtype, copy_engines)
 
     def _construct(self, helper: CommOverlapHelper, shape: Any, dtype: torch.dtype, copy_engines: bool) -> None:
@@ -225,16 +215,9 @@ class CommOverlapP2P(CommOverlap):
     """
 
     def __init__(
-        self,
-        helper: CommOverlapHelper,
-        tensor_shape: Sequence[int],
-        dtype: torch.dtype = torch.bfloat16,
-        *,
-        aggregate: bool = False,
-        num_comm_ctas: int | None = None,
-        priority: int = -1,
-        save_gathered: bool = False,
-    ) -> None:
+        self, helper: CommOverlapHelper, tensor_shape: Sequence[int], dtype: torch.dtype = torch.bfloat16, *,
+        aggregate: bool = False, num_comm_ctas: int | None = None, priority: int = -1, save_gathered: bool = False,
+    ) -> None:  # fmt: skip
         self.config = OverlapConfig(
             "ring", aggregate=aggregate, num_comm_ctas=num_comm_ctas, priority=priority, save_gathered=save_gathered
         )

@@ -82,16 +82,16 @@ def test_loaded_decisions_are_used_without_new_races(ranks: RankPool, tmp_path: 
 
 FILES = (
     b"",
-    b'{"version": 2, "decisions": {"a',
+    b'{"version": 3, "decisions": {"a',
     b"\xff\xfe\x00\x01",
     b"[1, 2]",
-    b'{"version": 2}',
-    b'{"version": 2, "decisions": [1]}',
-    b'{"version": 2, "decisions": {"a": "off"}}',
-    b'{"version": 2, "decisions": {"a": {"tried": {}}}}',
-    b'{"version": 2, "decisions": {"a": {"schedule": 5, "tried": {}}}}',
-    b'{"version": 2, "decisions": {"a": {"schedule": "off", "tried": {"off": "long"}}}}',
-    b'{"version": 2, "decisions": {"a": {"schedule": "off", "tried": [1.0]}}}',
+    b'{"version": 3}',
+    b'{"version": 3, "decisions": [1]}',
+    b'{"version": 3, "decisions": {"a": "off"}}',
+    b'{"version": 3, "decisions": {"a": {"tried": {}}}}',
+    b'{"version": 3, "decisions": {"a": {"schedule": 5, "tried": {}}}}',
+    b'{"version": 3, "decisions": {"a": {"schedule": "off", "tried": {"off": "long"}}}}',
+    b'{"version": 3, "decisions": {"a": {"schedule": "off", "tried": [1.0]}}}',
     b"[" * 100_000,
 )
 
@@ -105,7 +105,7 @@ def test_files_not_written_by_save_raise(tmp_path: Path) -> None:
                 ad.overlap.load(path)
             assert saved.from_files == {}, content
     path.write_text('{"version": 1, "decisions": {}}')
-    with pytest.raises(ValueError, match=r"overlap\.load: .*decisions\.json has version 1, expected 2; run"):
+    with pytest.raises(ValueError, match=r"overlap\.load: .*decisions\.json has version 1, expected 3; run"):
         ad.overlap.load(path)
     with pytest.raises(FileNotFoundError, match=r"missing\.json"):
         ad.overlap.load(tmp_path / "missing.json")
