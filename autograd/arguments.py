@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pynccl import Communicator, RedOp
-from pynccl.bindings.values import attribute, shown
+from pynccl.bindings.values import attribute, instance, shown
 
 from .torch_internals import dispatch_modes, is_traced, is_zero_tensor, transforms_active
 from .wire import NCCL_DTYPES, REAL_OF, Splits, is_paired
@@ -124,6 +124,40 @@ def check_comm(operation: str, comm: object, **others: object) -> None:
             f"{operation}: comm is {shown(comm)}, expected a pynccl.Communicator; pass "
             + (known or "one, e.g. from pynccl.init()")
         )
+
+
+def check_linear(operation: str, x: Tensor, w: Tensor, comm: Communicator, bias: Tensor | None) -> None:
+    """Check that x can be communicated over comm and multiplied with w, and that bias fits; the errors name the
+    operation."""
+    if type(comm) is not Communicator:
+        check_comm(operation, comm, x=x, w=w)
+    check_call(operation, x, comm)
+    if torch.compiler.is_compiling():
+        return
+    if not isinstance(w, Tensor) or w.dim() != 2:
+        raise TypeError(f"{operation}: w is {shown(w)}, expected a weight [out, in], a torch.Tensor")
+    if not x.dim() or x.shape[-1] != w.shape[1]:
+        raise ValueError(
+            f"{operation}: x has shape {tuple(x.shape)}, expected [.., {w.shape[1]}] for a weight of shape "
+            f"{tuple(w.shape)} on this rank"
+        )
+    if bias is not None:
+        instance(bias, Tensor, f"{operation}: bias", "a torch.Tensor, or None")
+        if bias.shape != w.shape[:1]:
+            raise ValueError(
+                f"{operation}: bias has shape {tuple(bias.shape)}, expected {tuple(w.shape[:1])}, the out features of "
+                f"w {tuple(w.shape)}"
+            )
+    for name, t in (("x", x), ("bias", bias)):
+        if t is None:
+            continue
+        if t.dtype is not w.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise TypeError(
+                f"{operation}: {name} is {t.dtype}, the weight {w.dtype}; pass {name}.to({w.dtype}), or use "
+                "torch.autocast"
+            )
+        if t.device != w.device:
+            raise ValueError(f"{operation}: {name} is on {t.device}, the weight on {w.device}; pass both on one device")
 
 
 def check_reduction(operation: str, x: Tensor, op: object, reduce_dtype: Any) -> torch.dtype | None:

@@ -128,12 +128,12 @@ def on_one_stream(step: Step) -> Operation:
         main = lanes.Lane("main", of)
         return main, lanes.Lane("comm", of), [main]
 
-    original: Any = lanes.maker
-    lanes.maker = caller_only  # type: ignore[assignment]
+    original: Any = lanes.make_lanes
+    lanes.make_lanes = caller_only  # type: ignore[assignment]
     try:
         return recorded(step)
     finally:
-        lanes.maker = original
+        lanes.make_lanes = original
 
 
 # ---------------------------------------------------------------------------------------------------- drawing

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from pynccl import Communicator
 from pynccl.bindings.values import attribute, shown
 
-from ..arguments import check_call, check_comm, check_dim, checked
+from ..arguments import check_comm, check_dim, check_linear, checked
 from ..ops.all_gather import all_gather
 from ..ops.all_reduce import copy
 from ..overlap.functions import all_gather_matmul, copy_matmul, matmul_all_reduce, matmul_reduce_scatter
@@ -118,13 +118,7 @@ class _ParallelLinear(Sharded):
         return function(x, self.weight, self.comm, self.bias, **options, owner=self)
 
     def _check_input(self, x: Tensor) -> None:
-        check_call(type(self).__name__, x, self.comm)
-        if x.dim() == 0 or x.shape[-1] != self.in_features:
-            raise ValueError(
-                f"{type(self).__name__}: x has shape {list(x.shape)}, expected a last dimension of {self.in_features}"
-            )
-        if x.device != self.weight.device:
-            raise ValueError(f"{type(self).__name__}: x is on {x.device}, the weight on {self.weight.device}")
+        check_linear(type(self).__name__, x, self.weight, self.comm, self.bias)
 
     def _along_sequence(self, function: Callable[..., Any], x: Any) -> Any:
         """As `_overlapped`, for a function that needs the sequence in dimension 0."""

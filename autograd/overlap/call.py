@@ -6,9 +6,8 @@ else, and derivatives of derivatives, use the operations of unfused.py, which su
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -16,13 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from pynccl import Communicator
-from pynccl.bindings.values import attribute, instance, shown
+from pynccl.bindings.values import shown
 from pynccl.watch.attribution import attribute_calls
 
 from .. import collective
 from ..agreement import check_not_in_group
-from ..arguments import check_call, check_comm, check_reduce_dtype, check_type
+from ..arguments import check_linear, check_reduce_dtype
 from ..collective import record_forward_call, require_grad
+from ..main_grad import IntoMainGrad, main_grad_of
 from ..state import state_of
 from ..torch_internals import accumulates, dispatch_modes, has_storage, in_forward_mode, reshaped, transforms_active
 from ..wire import Dtype
@@ -33,9 +33,8 @@ from .keys import Overlap, as_config
 from .lanes import Lane, Lanes, Pass, Serial, observers
 from .limits import limited
 from .matmul import add_outer_rows, add_sum_rows, outer_rows, sum_rows
-from .schedules import Decision, PassKey, is_tiny, pass_key
+from .schedules import PassKey, is_tiny, pass_key
 from .tune import NOT_SCHEDULED, ScheduledCall
-from .unfused import IntoMainGrad
 
 # Function -> kind of layer, and the patterns of its passes; None for a pass that communicates nothing.
 PASSES = {
@@ -66,11 +65,10 @@ class Call:
         if owner is not None and not isinstance(owner, nn.Module):
             raise TypeError(f"{name}: owner is {shown(owner)}, expected the module that makes the call, or None")
         self.caller = caller = name if owner is None else type(owner).__name__
-        check_input(caller, x, w, comm, bias)
+        check_linear(caller, x, w, comm, bias)
         self.name, self.comm, self.owner = name, comm, owner
         self.config = as_config(caller, overlap, PASSES[name][0])
-        plain = isinstance(overlap, (str, OverlapConfig))
-        self.buffers: Buffers | None = None if plain else attribute(overlap, "buffers")
+        self.buffers: Buffers | None = getattr(overlap, "buffers", None)
         self.reduce_dtype = check_reduce_dtype(caller, x, reduce_dtype)  # of sums in flight; None: that of x
         self.parameter, self.main_grad = w, None if fused is False else main_grad_of(caller, w, fused)
         self.forward, self.needs_dx = NOT_SCHEDULED, False
@@ -110,28 +108,24 @@ class Call:
             entry_of(comm, self.owner, self.backward)  # now, so that an error comes before anything is launched
         return require_grad(x), w, bias
 
-    def forward_pass(self, like: Tensor) -> contextlib.AbstractContextManager[Pass]:
+    def forward_pass(self, like: Tensor) -> AbstractContextManager[Pass]:
         """Return a context manager that begins and ends the forward pass: its lanes, buffers and clock."""
         return self._pass(self.forward, self.config, like)
 
-    def backward_pass(self, like: Tensor) -> contextlib.AbstractContextManager[Pass]:
+    def backward_pass(self, like: Tensor) -> AbstractContextManager[Pass]:
         """The same for the backward pass."""
         check_not_in_group(self.caller)
         scheduled = pass_of(self.comm, self.owner, self.backward) if self.backward else NOT_SCHEDULED
         return self._pass(scheduled, self.config.backward, like)
 
-    def _pass(
-        self, scheduled: ScheduledCall, config: OverlapConfig, like: Tensor
-    ) -> contextlib.AbstractContextManager[Pass]:
-        decision, race = scheduled.decision, scheduled.round
-        if decision is None or decision.method == "off":
-            run: contextlib.AbstractContextManager[Pass] = Serial(self.comm)
-        else:
-            run = self._on_lanes(decision, config, like)
-        return run if race is None else scheduled.timed(run, like)
+    def _pass(self, scheduled: ScheduledCall, config: OverlapConfig, like: Tensor) -> AbstractContextManager[Pass]:
+        decision = scheduled.decision
+        off = decision is None or decision.method == "off"
+        run: Any = Serial(self.comm) if off else self._on_lanes(decision, config, like)
+        return run if scheduled.round is None else scheduled.timed(run, like)
 
     @contextmanager
-    def _on_lanes(self, decision: Decision, config: OverlapConfig, like: Tensor) -> Iterator[Pass]:
+    def _on_lanes(self, decision: Any, config: OverlapConfig, like: Tensor) -> Iterator[Pass]:
         method, buffers = decision.method, self.buffers or state_of(self.comm, Buffers)
         comm, limit = limited(buffers.carrier or self.comm, config, method)
         with buffers.acquire(like) as acquired:
@@ -194,9 +188,9 @@ def cast(
     With overlap, torch.autocast applies before the communication, so that tensors travel in the autocast type.
 
     off  whether neither pass will overlap"""
-    if comm.size == 1 or torch.compiler.is_compiling():
+    if comm.size == 1 or torch.compiler.is_compiling() or x.dim() < 2 or not x.numel() or not w.numel():
         return None
-    if x.dim() < 2 or not x.numel() or not w.numel() or not is_plain(x, w, bias):
+    if not is_plain(x, w, bias):
         return None
     if torch.is_autocast_enabled(x.device.type):
         if off:
@@ -208,56 +202,6 @@ def cast(
     return (x, w, bias) if same_dtype else None
 
 
-def check_input(operation: str, x: Tensor, w: Tensor, comm: Communicator, bias: Tensor | None) -> None:
-    """Check that x can be communicated over comm and multiplied with w, and that bias fits; the errors name the
-    operation."""
-    if type(comm) is not Communicator:
-        check_comm(operation, comm, x=x, w=w)
-    check_call(operation, x, comm)
-    if torch.compiler.is_compiling():
-        return
-    if not isinstance(w, Tensor) or w.dim() != 2:
-        raise TypeError(f"{operation}: w is {shown(w)}, expected a weight [out, in], a torch.Tensor")
-    if not x.dim() or x.shape[-1] != w.shape[1]:
-        raise ValueError(
-            f"{operation}: x has shape {tuple(x.shape)}, expected [.., {w.shape[1]}] for a weight of shape "
-            f"{tuple(w.shape)} on this rank"
-        )
-    if bias is not None:
-        instance(bias, Tensor, f"{operation}: bias", "a torch.Tensor, or None")
-        if bias.shape != w.shape[:1]:
-            raise ValueError(
-                f"{operation}: bias has shape {tuple(bias.shape)}, expected {tuple(w.shape[:1])}, the out features of "
-                f"w {tuple(w.shape)}"
-            )
-    for name, t in (("x", x), ("bias", bias)):
-        if t is None:
-            continue
-        if t.dtype is not w.dtype and not torch.is_autocast_enabled(x.device.type):
-            raise TypeError(
-                f"{operation}: {name} is {t.dtype}, the weight {w.dtype}; pass {name}.to({w.dtype}), or use "
-                "torch.autocast"
-            )
-        if t.device != w.device:
-            raise ValueError(f"{operation}: {name} is on {t.device}, the weight on {w.device}; pass both on one device")
-
-
-def main_grad_of(operation: str, w: Tensor, fused: bool) -> Tensor | None:
-    """Return w.main_grad if gradients are accumulated there (`fused`), else None."""
-    check_type(f"{operation}: grad_accumulation_fusion", "bool", fused)
-    if not fused:
-        return None
-    found = getattr(w, "main_grad", None)
-    if isinstance(found, Tensor) and found.shape == w.shape and found.device == w.device:
-        return found
-    actual = f"{tuple(found.shape)} on {found.device}" if isinstance(found, Tensor) else shown(found)
-    raise ValueError(
-        f"{operation}: grad_accumulation_fusion=True adds to weight.main_grad, which is {actual}; "
-        f"expected a tensor {tuple(w.shape)} on {w.device}; set weight.main_grad = torch.zeros_like(weight, "
-        "dtype=torch.float32)"
-    )
-
-
 class Grad:
     """The gradient of a parameter: a sum over pieces of rows, in the order of a lane.
 
@@ -267,28 +211,20 @@ class Grad:
     into      add to this tensor, and return no gradient: `IntoMainGrad` marks the parameter"""
 
     def __init__(
-        self,
-        work: tuple[Callable[..., None], Callable[..., None]],
-        w: Tensor,
-        shape: Sequence[int],
-        needed: bool,
-        products: int,
+        self, work: Sequence[Callable[..., None]], w: Tensor, shape: Sequence[int], needed: bool, products: int,
         into: Tensor | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._first, self._more = work
         self._dtype, self._into, self._started = w.dtype, into, into is not None
-        wide = products > 1 and w.dtype.itemsize < 4
-        dtype = torch.float32 if wide else w.dtype
+        dtype = torch.float32 if products > 1 and w.dtype.itemsize < 4 else w.dtype
         self._sum = into if into is not None or not needed else w.new_empty(shape, dtype=dtype)
 
     def add(self, lane: Lane | Serial, *rows: Tensor) -> None:
         """Add the product of rows, each [q, rows, ..] or [rows, ..]: dy, and x for a weight."""
         if self._sum is None:
             return
-        if self._started:
-            lane.run(self._more, *rows, self._sum, out=self._sum)
-        else:
-            lane.run(self._first, *rows, out=self._sum)
+        work, so_far = (self._more, (self._sum,)) if self._started else (self._first, ())
+        lane.run(work, *rows, *so_far, out=self._sum)
         self._started = True
 
     def result(self) -> Tensor | None:

@@ -196,9 +196,8 @@ def decisions(model: nn.Module | Communicator) -> tuple[Decision, ...]:
 
 def decisions_of(owner: Any) -> tuple[Decision, ...]:
     """Return the decisions of `owner` itself, without those of its submodules."""
-    found = ((passes, key) for _, passes in _all_passes() for key in passes.keys.get(owner, ()))
-    entries = (passes.entries[key] for passes, key in found if key in passes.entries)
-    return tuple(entry if isinstance(entry, Decision) else entry.decision for entry in entries)
+    found = (passes.entries.get(key) for _, passes in _all_passes() for key in passes.keys.get(owner, ()))
+    return tuple(one if isinstance(one, Decision) else one.decision for one in found if one is not None)
 
 
 def retry(model: nn.Module | Communicator) -> None:

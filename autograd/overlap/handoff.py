@@ -65,9 +65,6 @@ class Slices(Sequence[Tensor]):
             self._wait()
         return self._slices[at]
 
-    def __iter__(self) -> Iterator[Tensor]:
-        return (self[at] for at in range(len(self)))
-
     def whole(self) -> Tensor:
         """Return all rows, [s, out]."""
         return torch.cat(list(self))

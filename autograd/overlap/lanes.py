@@ -213,7 +213,7 @@ class Lanes:
         self._next = 0
         self._start: Point | None = None
         self.observers = tuple(observers)  # a copy: each observer sees the begin and the end of the pass
-        self.main, self.comm, self._computing = maker(self, comm, compute_streams, config.priority)
+        self.main, self.comm, self._computing = make_lanes(self, comm, compute_streams, config.priority)
 
     def __enter__(self) -> Lanes:
         for observer in self.observers:
@@ -349,7 +349,6 @@ def make_lanes(lanes: Lanes, comm: Communicator, compute_streams: int, priority:
     return main, _CudaLane("comm", lanes, side.stream, handle), computing
 
 
-maker = make_lanes  # tests replace it
 _second_streams: dict[tuple[torch.device, int | None], Any] = {}
 
 

@@ -6,15 +6,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import Function
 
 from ..collective import run
 from ..ops.all_gather import AllGather, ReduceScatter, all_gather, reduce_scatter
 from ..ops.all_reduce import AllReduce, CopyView, all_reduce, copy_view
-from ..torch_internals import accumulates
 
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None]  # of x, w, bias
 
@@ -38,34 +35,6 @@ def matmul_all_reduce(call: Any, x: Tensor, bias: Tensor | None) -> Tensor:
 
 def copy_matmul(call: Any, x: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(run(call.comm, CopyView, x, call.reduce_dtype), call.weight, bias)
-
-
-class IntoMainGrad(Function):
-    """A weight whose gradient accumulates in main_grad, in passes that would add to its .grad.
-
-    forward    w [..] -> w [..]
-    backward   g [..] -> None; main_grad += g        torch.autograd.grad(.., w): returns g, main_grad is unchanged
-    """
-
-    @staticmethod
-    def forward(ctx: Any, w: Tensor, main_grad: Tensor) -> Tensor:
-        ctx.parameter, ctx.main_grad = w, main_grad
-        ctx.set_materialize_grads(False)
-        return w.view_as(w)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, None]:
-        parameter: Any = ctx.parameter
-        if not accumulates(parameter):
-            return g, None
-        if g is not None:  # None: an overlapped pass has added it
-            with torch.no_grad():
-                ctx.main_grad.add_(g)
-        # The gradient to report is None, unless the parameter has this attribute, which code with gradient hooks sets.
-        if not hasattr(parameter, "grad_added_to_main_grad"):
-            return None, None
-        parameter.grad_added_to_main_grad = True
-        return parameter.new_zeros(()).expand(parameter.shape), None  # takes no memory
 
 
 # ---------------------------------------------------------------------------------------------- backward passes

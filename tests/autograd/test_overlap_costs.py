@@ -134,7 +134,7 @@ def run_without_overlap(comm: Communicator) -> list[str]:
     child = comm.split(0)
     assert child is not None
     with child, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lanes, "maker", None)  # raises if a pass makes lanes
+        patch.setattr(lanes, "make_lanes", None)  # raises if a pass makes lanes
         threads = threading.active_count()
         for name in CASES:
             leaves = tensors(name, child)

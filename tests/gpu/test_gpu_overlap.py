@@ -83,7 +83,7 @@ def test_without_overlap_a_pass_makes_no_event_and_no_lanes(
         raise AssertionError("a pass without overlap made an event or lanes")
 
     monkeypatch.setattr(torch.cuda, "Event", unexpected)
-    monkeypatch.setattr(lanes, "maker", unexpected)
+    monkeypatch.setattr(lanes, "make_lanes", unexpected)
     found = forward_and_backward(case, shards, comm, "off")
     monkeypatch.undo()
     assert_same(found, expected, "off")

@@ -91,7 +91,7 @@ def deferred_lanes(seed: int = 0, max_delay: float = 0.0) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, observing(wait_for_main), observing(_Delays(seed, max_delay)):
         observers.remove(wait_for_main)
         observers.insert(0, wait_for_main)  # first, so that the lanes are done when other observers are called
-        patch.setattr(lanes_module, "maker", _LaneMaker().make)
+        patch.setattr(lanes_module, "make_lanes", _LaneMaker().make)
         patch.setattr(Slices, "_wait", wait)
         yield
 

@@ -49,7 +49,7 @@ ORDER: dict[str, str] = {
         collectives register params query finalize atexit __init__
     """,
     "pynccl_autograd": """
-        torch_internals state names recompute wire arguments mesh agreement rng checks compiled collective
+        torch_internals state names recompute wire arguments main_grad mesh agreement rng checks compiled collective
         ops.coalesced ops.all_reduce ops.all_gather ops.extremes ops.rooted ops.all_to_all ops.permute ops.halo
         operators streams work
         overlap.config overlap.keys overlap.schedules overlap.tune overlap.saved overlap.buffers overlap.lanes
