@@ -142,14 +142,12 @@ class Call:
         ctx.matmul_call = self
         record_forward_call(ctx, self.comm, self.name)
 
-    def weight_grad(self, w: Tensor, needed: bool, products: int = 1) -> Grad:
-        """Return the sum that becomes the gradient of w [n, k]: of several products in at least float32."""
-        into = self.main_grad if needed and self.main_grad is not None and accumulates(self.parameter) else None
-        return Grad((outer_rows, add_outer_rows), w, w.shape, needed, products, into)
-
-    def bias_grad(self, w: Tensor, needed: bool, products: int = 1) -> Grad:
-        """Return the sum that becomes the gradient of the bias [n]."""
-        return Grad((sum_rows, add_sum_rows), w, w.shape[:1], needed, products)
+    def parameter_grads(self, ctx: Any, w: Tensor, products: int = 1) -> tuple[Grad, Grad]:
+        """Return the sums that become the gradients of w [n, k] and of the bias [n]."""
+        _, needs_dw, needs_db, *_ = ctx.needs_input_grad
+        into = self.main_grad if needs_dw and self.main_grad is not None and accumulates(self.parameter) else None
+        dw = Grad((outer_rows, add_outer_rows), w, w.shape, needs_dw, products, into)
+        return dw, Grad((sum_rows, add_sum_rows), w, w.shape[:1], needs_db, products)
 
 
 @contextmanager

@@ -58,10 +58,9 @@ def all_gather_matmul(
     Raises ValueError or TypeError for wrong arguments, before this rank launches anything. If only one rank's arguments
     are wrong, the other ranks wait for it.
     """
-    name = "all_gather_matmul"
     if return_gathered is not False:
-        check_type(f"{name}: return_gathered", "bool", return_gathered)
-    call = Call(name, x, w, comm, bias, overlap, reduce_dtype, grad_accumulation_fusion, owner)
+        check_type("all_gather_matmul: return_gathered", "bool", return_gathered)
+    call = Call("all_gather_matmul", x, w, comm, bias, overlap, reduce_dtype, grad_accumulation_fusion, owner)
     tensors = call.schedule(x, bias)
     if tensors is None:
         return unfused.all_gather_matmul(call, x, bias, return_gathered)
@@ -83,8 +82,7 @@ def matmul_reduce_scatter(
     Raises ValueError or TypeError for wrong arguments, before this rank launches anything. If only one rank's arguments
     are wrong, the other ranks wait for it.
     """
-    name = "matmul_reduce_scatter"
-    call = Call(name, x, w, comm, bias, overlap, reduce_dtype, grad_accumulation_fusion, owner)
+    call = Call("matmul_reduce_scatter", x, w, comm, bias, overlap, reduce_dtype, grad_accumulation_fusion, owner)
     check_divisible(call.caller, x, 0, comm, "use another sequence length")
     tensors = call.schedule(x, bias)
     if tensors is None:
@@ -101,13 +99,11 @@ def matmul_all_reduce(
 @overload
 def matmul_all_reduce(
     x: Tensor, w: Tensor, comm: Communicator, bias: Tensor | None = None, *, overlap: Overlap = "auto",
-    reduce_dtype: Dtype = None, grad_accumulation_fusion: bool = False, hand_off: Literal[True],
-    owner: Any = None,
+    reduce_dtype: Dtype = None, grad_accumulation_fusion: bool = False, hand_off: Literal[True], owner: Any = None,
 ) -> Slices: ...  # fmt: skip
 def matmul_all_reduce(
     x: Tensor, w: Tensor, comm: Communicator, bias: Tensor | None = None, *, overlap: Overlap = "auto",
-    reduce_dtype: Dtype = None, grad_accumulation_fusion: bool = False, hand_off: bool = False,
-    owner: Any = None,
+    reduce_dtype: Dtype = None, grad_accumulation_fusion: bool = False, hand_off: bool = False, owner: Any = None,
 ) -> Any:  # fmt: skip
     """Return all_reduce(x @ w.T) + bias.   x [s, .., in/N], w [out, in/N], bias [out] -> [s, .., out]
 
@@ -121,11 +117,12 @@ def matmul_all_reduce(
     Raises ValueError or TypeError for wrong arguments, before this rank launches anything. If only one rank's arguments
     are wrong, the other ranks wait for it.
     """
-    name = "matmul_all_reduce"
-    call = Call(name, x, w, comm, bias, overlap, reduce_dtype, grad_accumulation_fusion, owner)
-    check_type(f"{name}: hand_off", "bool", hand_off)
+    call = Call("matmul_all_reduce", x, w, comm, bias, overlap, reduce_dtype, grad_accumulation_fusion, owner)
+    check_type("matmul_all_reduce: hand_off", "bool", hand_off)
     if hand_off and x.dim() != 2:
-        raise ValueError(f"{name}: hand_off=True expects x of shape [s, in/N], but x is {tuple(x.shape)}; flatten it")
+        raise ValueError(
+            f"matmul_all_reduce: hand_off=True expects x of shape [s, in/N], but x is {tuple(x.shape)}; flatten it"
+        )
     config = call.config
     if hand_off and config.method in ("auto", "slices", "exchange"):
         method = "exchange" if config.deterministic else "slices" if config.method == "auto" else config.method
@@ -152,8 +149,7 @@ def copy_matmul(
     Raises ValueError or TypeError for wrong arguments, before this rank launches anything. If only one rank's arguments
     are wrong, the other ranks wait for it.
     """
-    name = "copy_matmul"
-    call = Call(name, x, w, comm, bias, overlap, reduce_dtype, grad_accumulation_fusion, owner)
+    call = Call("copy_matmul", x, w, comm, bias, overlap, reduce_dtype, grad_accumulation_fusion, owner)
     tensors = call.schedule(x, bias)
     if tensors is None:
         return unfused.copy_matmul(call, x, bias)

@@ -73,17 +73,15 @@ class AllGatherMatmul(_Linear):
     def backward(ctx: Any, dy: Tensor | None, dx_full: Tensor | None = None) -> tuple[Tensor | None, ...]:
         with in_backward(ctx) as call:
             x, w, x_full = ctx.saved_tensors
-            size, (_, needs_dw, needs_db, *_) = call.comm.size, ctx.needs_input_grad
             if dy is None:
-                dy = w.new_zeros(ctx.shape[0] * size, *ctx.shape[1:-1], w.shape[0])
+                dy = w.new_zeros(ctx.shape[0] * call.comm.size, *ctx.shape[1:-1], w.shape[0])
             if needs_graph(dy, dx_full, w):
-                grads = unfused.column_backward(call, dy, dx_full, x, w, x_full, needs_dw, needs_db)
-                return *grads, None, None
+                return *unfused.column_backward(ctx, call, dy, dx_full, x, w, x_full), None, None
             dy = flat_rows(dy)
             dx_full = None if dx_full is None else flat_rows(dx_full)
             x_shard = None if x is None else flat_rows(x)
-            dx_shard = dy.new_empty(dy.shape[0] // size, w.shape[1]) if call.needs_dx else None
-            dw, db = call.weight_grad(w, needs_dw), call.bias_grad(w, needs_db)
+            dx_shard = dy.new_empty(dy.shape[0] // call.comm.size, w.shape[1]) if call.needs_dx else None
+            dw, db = call.parameter_grads(ctx, w)
             with call.backward_pass(dy) as p:
                 sums = None if dx_shard is None else reduce_scatter(p, dx_shard, call.reduce_dtype)
                 arrived = None
@@ -136,15 +134,14 @@ class MatmulReduceScatter(_Linear):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         with in_backward(ctx) as call:
             x, w = ctx.saved_tensors
-            _, needs_dw, needs_db, _ = ctx.needs_input_grad
             if needs_graph(dy, x, w):
-                return *unfused.row_backward(call, dy, x, w, needs_dw, ctx.has_bias), None
+                return *unfused.row_backward(ctx, call, dy, x, w), None
             dy_shard, x_rows = flat_rows(dy), flat_rows(x)
             dx = torch.empty_like(x_rows) if call.needs_dx else None
             with call.backward_pass(dy_shard) as p:
                 arriving = all_gather(p, dy_shard)
                 blocks = sum(len(piece.blocks) for piece in arriving)
-                dw, db = call.weight_grad(w, needs_dw, blocks), call.bias_grad(w, needs_db, blocks)
+                dw, db = call.parameter_grads(ctx, w, blocks)
                 for piece in arriving:
                     lane = p.compute(after=piece.arrived)
                     if dx is not None:
@@ -190,8 +187,7 @@ class MatmulAllReduce(_Linear):
         dy = dy_slices[0] if len(dy_slices) == 1 else torch.cat(dy_slices)
         with in_backward(ctx, replicated=[dy]) as call:
             x, w = ctx.saved_tensors
-            _, needs_dw, needs_db, *_ = ctx.needs_input_grad
-            return *unfused.all_reduce_backward(call, dy, x, w, needs_dw, needs_db), None, None
+            return *unfused.all_reduce_backward(ctx, call, dy, x, w), None, None
 
 
 class CopyMatmul(_Linear):
@@ -212,12 +208,11 @@ class CopyMatmul(_Linear):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         with in_backward(ctx) as call:
             x, w = ctx.saved_tensors
-            _, needs_dw, needs_db, _ = ctx.needs_input_grad
             if needs_graph(dy, x, w):
-                return *unfused.copy_backward(call, dy, x, w, needs_dw, needs_db), None
+                return *unfused.copy_backward(ctx, call, dy, x, w), None
             dy_rows, x_rows = flat_rows(dy), flat_rows(x)
             dx = dy_rows.new_empty(dy_rows.shape[0], w.shape[1]) if call.needs_dx else None
-            dw, db = call.weight_grad(w, needs_dw), call.bias_grad(w, needs_db)
+            dw, db = call.parameter_grads(ctx, w)
             with call.backward_pass(dy_rows) as p:
                 if dx is not None:
                     sums = all_reduce(p, dx, call.reduce_dtype)

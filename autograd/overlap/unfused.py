@@ -42,45 +42,46 @@ def copy_matmul(call: Any, x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def column_backward(
-    call: Any, dy: Tensor, dx_full: Tensor | None, x: Tensor | None, w: Tensor, x_full: Tensor | None,
-    needs_dw: bool, needs_db: bool,
-) -> Grads:  # fmt: skip
+    ctx: Any, call: Any, dy: Tensor, dx_full: Tensor | None, x: Tensor | None, w: Tensor, x_full: Tensor | None
+) -> Grads:
     dx = None
     if call.needs_dx:
         partial = dy @ w if dx_full is None else dy @ w + dx_full
         dx = run(call.comm, ReduceScatter, partial, 0, "sum", None, call.reduce_dtype)
     if x is not None:  # on every rank, even one that needs no weight gradient
         x_full = run(call.comm, AllGather, x, 0, "sum", None, call.reduce_dtype)
-    return dx, _weight_grad(dy, x_full, needs_dw), _bias_grad(dy, needs_db)
+    return dx, _weight_grad(ctx, dy, x_full), _bias_grad(ctx, dy)
 
 
-def row_backward(call: Any, dy: Tensor, x: Tensor, w: Tensor, needs_dw: bool, has_bias: bool) -> Grads:
+def row_backward(ctx: Any, call: Any, dy: Tensor, x: Tensor, w: Tensor) -> Grads:
     dy_full = run(call.comm, AllGather, dy, 0, "sum", None, call.reduce_dtype)
-    db = _bias_grad(dy, has_bias)
-    if db is not None:  # replicated, and so are its gradient and the second derivatives
-        db = run(call.comm, AllReduce, db, "sum", "replicated", call.reduce_dtype)
-    return dy_full @ w if call.needs_dx else None, _weight_grad(dy_full, x, needs_dw), db
+    db = None
+    if ctx.has_bias:  # it is replicated, and so are its gradient and the second derivatives
+        db = run(call.comm, AllReduce, _rows(dy).sum(0), "sum", "replicated", call.reduce_dtype)
+    return dy_full @ w if call.needs_dx else None, _weight_grad(ctx, dy_full, x), db
 
 
-def all_reduce_backward(call: Any, dy: Tensor, x: Tensor, w: Tensor, needs_dw: bool, needs_db: bool) -> Grads:
-    db = _bias_grad(dy, needs_db)
+def all_reduce_backward(ctx: Any, call: Any, dy: Tensor, x: Tensor, w: Tensor) -> Grads:
+    db = _bias_grad(ctx, dy)
     dy = run(call.comm, CopyView, dy, call.reduce_dtype)
-    return dy @ w if call.needs_dx else None, _weight_grad(dy, x, needs_dw), db
+    return dy @ w if call.needs_dx else None, _weight_grad(ctx, dy, x), db
 
 
-def copy_backward(call: Any, dy: Tensor, x: Tensor, w: Tensor, needs_dw: bool, needs_db: bool) -> Grads:
+def copy_backward(ctx: Any, call: Any, dy: Tensor, x: Tensor, w: Tensor) -> Grads:
     dx = None
     if call.needs_dx:
         dx = run(call.comm, AllReduce, dy @ w, "sum", "replicated", call.reduce_dtype)
         x = run(call.comm, CopyView, x, call.reduce_dtype)  # as in the forward pass
-    return dx, _weight_grad(dy, x, needs_dw), _bias_grad(dy, needs_db)
+    return dx, _weight_grad(ctx, dy, x), _bias_grad(ctx, dy)
 
 
-def _weight_grad(dy: Tensor, x: Tensor | None, needed: bool) -> Tensor | None:
-    """Return dy.T @ x over all rows.   dy [.., n], x [.., k] -> [n, k]"""
-    return dy.reshape(-1, dy.shape[-1]).t() @ x.reshape(-1, x.shape[-1]) if needed and x is not None else None
+def _weight_grad(ctx: Any, dy: Tensor, x: Tensor | None) -> Tensor | None:
+    return _rows(dy).t() @ _rows(x) if ctx.needs_input_grad[1] and x is not None else None
 
 
-def _bias_grad(dy: Tensor, needed: bool) -> Tensor | None:
-    """Return the sum of dy's rows."""
-    return dy.reshape(-1, dy.shape[-1]).sum(0) if needed else None
+def _bias_grad(ctx: Any, dy: Tensor) -> Tensor | None:
+    return _rows(dy).sum(0) if ctx.needs_input_grad[2] else None
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
