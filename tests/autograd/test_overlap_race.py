@@ -115,9 +115,9 @@ def test_requested_methods_race_without_off_and_are_not_asked_again() -> None:
 def test_a_pass_that_raises_gains_nothing() -> None:
     race, ranks = start()
     for _ in range(CALLS):
-        _decision, timed_by, at = race.next(ranks)
-        if timed_by is not None:  # the ring raises; the others take 1 s
-            timed_by.marks[at] = None if timed_by.ways[at] == RING else (0, 10**9)
+        decision, timed_by = race.next(ranks)
+        if timed_by is not None and decision.method != "ring":  # the ring raises; the others take 1 s
+            timed_by.marks[decision.schedule] = 0, 10**9
     assert race.leader == OFF and "ring" not in race.decision.tried
     assert race.decision.tried["bulk"] == 1.0 < NOT_TIMED
 

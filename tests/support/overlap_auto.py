@@ -35,7 +35,7 @@ BACKWARD = {
 PATTERNS = {**FORWARD, **BACKWARD}
 
 
-class RandomClock(tune.Clock):
+class RandomClock:
     """Each pass takes a random time."""
 
     def __init__(self, seed: int) -> None:
@@ -47,7 +47,7 @@ class RandomClock(tune.Clock):
 
 
 @contextlib.contextmanager
-def tune_small_layers(clock: tune.Clock | None = None) -> Iterator[None]:
+def tune_small_layers(clock: RandomClock | GivenClock | None = None) -> Iterator[None]:
     """Context manager that enables short races for layers of any size and forgets earlier decisions of this process.
 
     clock  None: the real one
@@ -55,7 +55,7 @@ def tune_small_layers(clock: tune.Clock | None = None) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(schedules, "MIN_FLOP", 0.0)
         patch.setattr(tune, "STARTS", STARTS)
-        patch.setattr(tune, "clock", clock or tune.clock)
+        patch.setattr(tune, "mark", tune.mark if clock is None else clock.mark)
         patch.setattr(saved, "won", {})
         patch.setattr(saved, "from_files", {})
         patch.setattr(choose, "Passes", type("Passes", (choose.Passes,), {}))  # of another type: none exists
@@ -81,7 +81,7 @@ class Schedules(Observer):
         self.chosen.append(ChosenSchedule(decision.pattern, decision.schedule, decision.settled))
 
 
-class GivenClock(tune.Clock, Observer):
+class GivenClock(Observer):
     """A clock by which a pass takes seconds(decision)."""
 
     def __init__(self, seconds: Callable[[ad.overlap.Decision], float]) -> None:

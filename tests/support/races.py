@@ -54,9 +54,10 @@ class Called(NamedTuple):
 
 
 def start(ways: tuple[Schedule, ...] = WAYS, gpu: bool = False) -> tuple[Race, Any]:
-    ranks: Any = Ranks(gpu)
-    read: Any = DeferredRead() if gpu else None
-    return Race(KEY._replace(on_cpu=not gpu), ways, read), ranks
+    race: Any = Race(KEY._replace(on_cpu=not gpu), ways)
+    if gpu:
+        race._read = DeferredRead()
+    return race, Ranks(gpu)
 
 
 def play(
@@ -71,12 +72,12 @@ def play(
     """Make calls.   change: factor of the first call after a change to another schedule than "off\""""
     draw, last = random.Random(seed), None
     for call in range(calls):
-        decision, timed_by, at = race.next(ranks)
+        decision, timed_by = race.next(ranks)
         assert decision is not None
         schedule = Schedule(decision.method, decision.chunks)
         took = seconds(schedule, call) * noise(draw) * (change if schedule not in (last, OFF) else 1.0)
         if timed_by is not None:
-            timed_by.marks[at] = 0, round(took * 1e9)
+            timed_by.marks[decision.schedule] = 0, round(took * 1e9)
         last = schedule
         yield Called(schedule, timed_by is not None, took)
 
