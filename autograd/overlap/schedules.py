@@ -15,7 +15,6 @@ from .config import OverlapConfig
 
 GATHER = ("all_gather_matmul", "row_backward")  # gather rows; the others sum them
 ALL_REDUCE = ("matmul_all_reduce", "copy_backward")
-HAVE_WGRAD = ("column_backward", "copy_backward")  # the wgrad matmul does not depend on the collective
 SLICES = (2, 4, 8)
 MIN_FLOP = 2e7  # on a CPU; smaller matmuls finish before a second thread wakes up: 0.4 ms at 50 GFLOP/s
 MIN_ROWS = {"cpu": 32, "cuda": 512}  # of all ranks together, for a layer and for a slice
@@ -108,8 +107,8 @@ def pass_key(
 ) -> PassKey:
     """rows: of all ranks; w [out, in]: the shard of this rank"""
     same_bits = config.deterministic or torch.are_deterministic_algorithms_enabled()
-    ranks = comm.size, comm.library.is_host
-    return PassKey(pattern, rows, w.shape[0], w.shape[1], w.dtype, config, same_bits, reduce_dtype, *ranks)
+    n, k = w.shape
+    return PassKey(pattern, rows, n, k, w.dtype, config, same_bits, reduce_dtype, comm.size, comm.library.is_host)
 
 
 def format_times(tried: Mapping[str, float]) -> str:
@@ -141,38 +140,24 @@ def why_off(key: PassKey) -> str:
 
 def candidates_for(key: PassKey) -> tuple[tuple[Schedule, ...], str]:
     """Return the schedules to try for a pass that can overlap, and the reason if there is one only."""
-    config, method, gathers = key.config, key.config.method, key.pattern in GATHER
-    if method == "auto" and config.deterministic:  # sums in rank order
-        return (OFF if gathers else Schedule("exchange"),), WOULD_ROUND
-    if method == "auto" and key.same_bits:
-        return (OFF,), WOULD_ROUND
-    counts = _chunk_counts(key)
-    if method == "auto":
-        bulk = (Schedule("bulk"),) if gathers or key.pattern in HAVE_WGRAD else ()
-        slices = tuple(Schedule("slices", chunks) for chunks in counts if chunks > 1)
-        ring = config.chunks is None and key.m >= key.ranks * _min_rows(key)
-        rings = (Schedule("ring", key.ranks),) if ring else ()
-        return (OFF, *bulk, *slices, *rings), "too few rows to split into slices"
+    config, gathers = key.config, key.pattern in GATHER
+    method = "slices" if config.method == "exchange" and gathers else config.method  # a gather exchanges no sums
+    if method == "auto" and key.same_bits:  # an exchange sums in rank order
+        return (Schedule("exchange") if config.deterministic and not gathers else OFF,), WOULD_ROUND
     if method in ("bulk", "ring"):
         return (Schedule(method, key.ranks if method == "ring" else 1),), f"{method}, as requested"
-    if method == "exchange" and gathers:
-        method = "slices"
-    if config.chunks is None and not key.same_bits and len(counts) > 1:
+    min_rows = MIN_ROWS["cpu" if key.on_cpu else "cuda"]
+    most = max(1, key.m if key.pattern in ALL_REDUCE else key.m // key.ranks)  # a slice has rows of every owner
+    to_try = [chunks for chunks in SLICES if chunks <= min(most, key.m // min_rows)]
+    counts = to_try if config.chunks is None else [min(config.chunks, most)]
+    if method == "auto":
+        # In these, the whole collective depends on the only matmul:
+        bulk = () if key.pattern in ("matmul_reduce_scatter", "matmul_all_reduce") else (Schedule("bulk"),)
+        slices = tuple(Schedule("slices", chunks) for chunks in counts if chunks > 1)
+        ring = (Schedule("ring", key.ranks),) if config.chunks is None and key.m >= key.ranks * min_rows else ()
+        return (OFF, *bulk, *slices, *ring), "too few rows to split into slices"
+    if len(counts) > 1 and not key.same_bits:
         return tuple(Schedule(method, chunks) for chunks in counts), ""
-    schedule = Schedule(method, counts[min(1, len(counts) - 1)] if counts else 1)
-    if config.chunks:
-        return (schedule,), f"{schedule}, as requested"
-    return (schedule,), WOULD_ROUND if key.same_bits else f"{schedule}: too few rows for a race"
-
-
-def _chunk_counts(key: PassKey) -> list[int]:
-    """Return the numbers of slices to try. Each slice contains rows of every owner."""
-    max_chunks = max(1, key.m if key.pattern in ALL_REDUCE else key.m // key.ranks)
-    if key.config.chunks is not None:
-        return [min(key.config.chunks, max_chunks)]
-    return [chunks for chunks in SLICES if chunks <= max_chunks and key.m >= chunks * _min_rows(key)]
-
-
-def _min_rows(key: PassKey) -> int:
-    """Return the minimum number of rows of a slice."""
-    return MIN_ROWS["cpu" if key.on_cpu else "cuda"]
+    schedule = Schedule(method, [1, *counts[:2]][-1])  # without a race: 4 slices if there are enough rows
+    why_no_race = WOULD_ROUND if key.same_bits else f"{schedule}: too few rows for a race"
+    return (schedule,), why_no_race if config.chunks is None else f"{schedule}, as requested"
