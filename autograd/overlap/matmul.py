@@ -15,9 +15,12 @@ def linear_rows(a: Tensor, w_t: Tensor, bias: Tensor | None = None, *, out: Tens
         linear_rows(a, w_t, bias, out=product)
         out.copy_(product)
     elif a.dim() == 2:
-        _linear(a, w_t, bias, out)
+        if bias is None:
+            torch.mm(a, w_t, out=out)
+        else:
+            torch.addmm(bias, a, w_t, out=out)
     elif a.shape[0] == 1 or (_is_flat(a) and _is_flat(out)):
-        _linear(a.flatten(0, 1), w_t, bias, out.flatten(0, 1))
+        linear_rows(a.flatten(0, 1), w_t, bias, out=out.flatten(0, 1))
     elif a.is_cuda:  # one kernel, without copies for strided stacks
         stack = w_t.expand(a.shape[0], *w_t.shape)
         if bias is None:
@@ -26,14 +29,7 @@ def linear_rows(a: Tensor, w_t: Tensor, bias: Tensor | None = None, *, out: Tens
             torch.baddbmm(bias, a, stack, out=out)
     else:
         for rows, out_rows in zip(a, out, strict=True):
-            _linear(rows, w_t, bias, out_rows)
-
-
-def _linear(a: Tensor, w_t: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    if bias is None:
-        torch.mm(a, w_t, out=out)
-    else:
-        torch.addmm(bias, a, w_t, out=out)
+            linear_rows(rows, w_t, bias, out=out_rows)
 
 
 def _is_flat(stack: Tensor) -> bool:
@@ -61,12 +57,9 @@ def add_outer_rows(g: Tensor, a: Tensor, so_far: Tensor, *, out: Tensor) -> None
 
 
 def _outer(g: Tensor, a: Tensor, out: Tensor, first: bool) -> None:
-    if g.dim() == 2:
-        pairs = [(g, a)]
-    elif _is_flat(g) and _is_flat(a):
-        pairs = [(g.flatten(0, 1), a.flatten(0, 1))]
-    else:
-        pairs = list(zip(g, a, strict=True))
+    if g.dim() == 3 and _is_flat(g) and _is_flat(a):
+        g, a = g.flatten(0, 1), a.flatten(0, 1)
+    pairs = [(g, a)] if g.dim() == 2 else list(zip(g, a, strict=True))
     for rows, others in pairs:
         if out.dtype is not g.dtype:  # sums of several products have a wider type than the products
             product = torch.mm(rows.t(), others)
