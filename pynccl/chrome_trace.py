@@ -12,7 +12,7 @@ import gzip
 import json
 import math
 import os
-import tempfile
+import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -91,30 +91,23 @@ def replacing(path: Path) -> Iterator[IO[str]]:
         with open(path, "w") as file:
             yield file
         return
+    part = path.with_name(f".{path.name}.{secrets.token_urlsafe(6)}")
     try:
-        handle, part = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # less the umask, as a new file
     except OSError as error:  # it names the temporary file, which the caller does not know
         raise type(error)(error.errno, error.strerror, str(path)) from None
     try:
         with os.fdopen(handle, "wb") as binary:
+            if path.exists():
+                os.fchmod(handle, path.stat().st_mode & 0o777)
             if path.suffix == ".gz":
                 with gzip.open(binary, "wt", encoding="utf-8", compresslevel=5) as file:
                     yield file
             else:
                 with open(binary.fileno(), "w", encoding="utf-8", closefd=False) as text:
                     yield text
-        os.chmod(part, _mode(path))
         os.replace(part, path)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(part)
         raise
-
-
-def _mode(path: Path) -> int:
-    """Return the mode of the file being replaced, or the default mode of a new file."""
-    with contextlib.suppress(OSError):
-        return path.stat().st_mode & 0o777
-    mask = os.umask(0)
-    os.umask(mask)
-    return 0o666 & ~mask

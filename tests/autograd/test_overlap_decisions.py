@@ -145,6 +145,18 @@ def test_a_saved_file_has_the_default_mode_and_may_be_compressed(tmp_path: Path)
             assert saved.from_files == {"a pass": {"schedule": "off", "tried": {"off": 0.25}}}
 
 
+def test_a_replaced_file_keeps_its_mode_and_no_save_changes_the_umask(tmp_path: Path) -> None:
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    old.touch()
+    old.chmod(0o600)
+    masks: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "umask", masks.append)  # it belongs to all threads, which may create files meanwhile
+        for path in (old, new):
+            ad.overlap.save(path)
+    assert old.stat().st_mode & 0o777 == 0o600 and old.read_text() == new.read_text() and masks == []
+
+
 def check_retry(comm: Communicator, path: str) -> None:
     """Retry a layer, all layers of a model and a communicator; the file does not bring the decisions back."""
     child, other = comm.split(0), comm.split(0)
