@@ -77,10 +77,7 @@ def matmul_reduce_scatter(
 
     The bias is added once, after the sum. The backward pass all-gathers dy; dbias is the sum over all ranks' rows.
 
-    The options are those of `all_gather_matmul`; reduce_dtype is that of the forward sum.
-
-    Raises ValueError or TypeError for wrong arguments, before this rank launches anything. If only one rank's arguments
-    are wrong, the other ranks wait for it.
+    The options and errors are those of `all_gather_matmul`; reduce_dtype is that of the forward sum.
     """
     call = Call("matmul_reduce_scatter", x, w, comm, bias, overlap, reduce_dtype, grad_accumulation_fusion, owner)
     check_divisible(call.caller, x, 0, comm, "use another sequence length")
@@ -112,10 +109,7 @@ def matmul_all_reduce(
     hand_off    return `Slices` of the rows; each can be used as soon as it is available. x must be [s, in/N]. The
                 default is 4 slices, without a race, which cannot time the caller's work on each slice
 
-    The other options are those of `all_gather_matmul`; reduce_dtype is that of the forward sum.
-
-    Raises ValueError or TypeError for wrong arguments, before this rank launches anything. If only one rank's arguments
-    are wrong, the other ranks wait for it.
+    The other options and the errors are those of `all_gather_matmul`; reduce_dtype is that of the forward sum.
     """
     call = Call("matmul_all_reduce", x, w, comm, bias, overlap, reduce_dtype, grad_accumulation_fusion, owner)
     check_type("matmul_all_reduce: hand_off", "bool", hand_off)
@@ -144,10 +138,7 @@ def copy_matmul(
 
     The backward pass all-reduces dx; dw and dbias are those of this rank's shard.
 
-    The options are those of `all_gather_matmul`; reduce_dtype is that of dx's sum.
-
-    Raises ValueError or TypeError for wrong arguments, before this rank launches anything. If only one rank's arguments
-    are wrong, the other ranks wait for it.
+    The options and errors are those of `all_gather_matmul`; reduce_dtype is that of dx's sum.
     """
     call = Call("copy_matmul", x, w, comm, bias, overlap, reduce_dtype, grad_accumulation_fusion, owner)
     tensors = call.schedule(x, bias)
