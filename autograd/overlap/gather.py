@@ -8,6 +8,7 @@ whose matmul hides the arrival of the next piece. Without overlap there is one p
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from torch import Tensor
@@ -65,13 +66,17 @@ def all_gather(p: Pass, x: Tensor, full: Tensor | None = None) -> list[Piece]:
     if isinstance(p, Serial):
         full, arrived = gather_whole(p, x, full)
         return [Piece(arrived, [Block(full, slice(0, full.shape[0]))])]
-    if p.method == "ring":
-        return _around_the_ring(p, x, full)
-    chunks = bounds(x.shape[0], p.chunks)
-    if len(chunks) > 1 or (full is not None and p.buffers.window):
-        return _by_slices(p, x, chunks, full)
-    full, arrived = gather_whole(p, x, full)
-    return [_own(p, x), Piece(arrived, _others(p, by_rank(full, p.size), slice(0, x.shape[0])))]
+    ring, slices = p.method == "ring", bounds(x.shape[0], p.chunks)
+    whole = len(slices) == 1 and not ring and not p.buffers.window  # one collective, which may write to `full`
+    received = full
+    if received is None or not (ring or whole):
+        received = p.buffers.empty("gathered", (p.size * x.shape[0], x.shape[1]), x)
+    p.comm.wait(p.start)
+    if full is not None and not whole:
+        p.main.run(copy, x, out=by_rank(full, p.size)[p.rank])
+    own = Block(x[None], slice(0, x.shape[0]), slice(p.rank, p.rank + 1), p.size)
+    arriving = _around_the_ring(p, x, received) if ring else _by_slices(p, x, received, slices)
+    return [Piece(None, [own]), *arriving]
 
 
 def gather_whole(p: Pass, x: Tensor, full: Tensor | None = None) -> tuple[Tensor, Point | None]:
@@ -103,55 +108,26 @@ def keep(lane: Lane | Serial, piece: Piece, full: Tensor) -> None:
             lane.run(copy, block.data, out=into)
 
 
-def _own(p: Lanes, x: Tensor) -> Piece:
-    return Piece(None, [Block(x[None], slice(0, x.shape[0]), slice(p.rank, p.rank + 1), p.size)])
+def _by_slices(p: Lanes, x: Tensor, received: Tensor, slices: list[slice]) -> Iterator[Piece]:
+    """A collective writes the rows of its slice contiguously, rank by rank."""
+    others = [ranks for ranks in (slice(0, p.rank), slice(p.rank + 1, p.size)) if ranks.start < ranks.stop]
+    for at in slices:
+        gathered = received[p.size * at.start : p.size * at.stop]
+        gather_rows(p, x[at], gathered)
+        rows = by_rank(gathered, p.size)
+        yield Piece(p.comm.record(), [Block(rows[ranks], at, ranks, p.size) for ranks in others])
 
 
-def _others(p: Lanes, rows: Tensor, at: slice) -> list[Block]:
-    """Return the blocks of all other ranks. rows [N, n, k]"""
-    ranges = (slice(0, p.rank), slice(p.rank + 1, p.size))
-    return [Block(rows[ranks], at, ranks, p.size) for ranks in ranges if ranks.start < ranks.stop]
-
-
-def _by_slices(p: Lanes, x: Tensor, chunks: list[slice], full: Tensor | None) -> list[Piece]:
-    """The slices need a buffer of their own: a collective writes the rows of its slice contiguously, rank by rank."""
-    arrivals = p.buffers.empty("gathered", (p.size * x.shape[0], x.shape[1]), x)
-    p.comm.wait(p.start)
-    pieces = [_own(p, x)]
-    if full is not None:
-        p.main.run(copy, x, out=by_rank(full, p.size)[p.rank])
-    for at in chunks:
-        rows = arrivals[p.size * at.start : p.size * at.stop]
-        gather_rows(p, x[at], rows)
-        pieces.append(Piece(p.comm.record(), _others(p, by_rank(rows, p.size), at)))
-    return pieces
-
-
-def _around_the_ring(p: Lanes, x: Tensor, full: Tensor | None) -> list[Piece]:
+def _around_the_ring(p: Lanes, x: Tensor, received: Tensor) -> Iterator[Piece]:
     """In step i, each rank sends to the next rank the block that it received in step i-1, first its own."""
-    kept = full is not None
-    full = by_rank(p.buffers.empty("gathered", (p.size * x.shape[0], x.shape[1]), x) if full is None else full, p.size)
-    p.comm.wait(p.start)
-    if kept:
-        p.main.run(copy, x, out=full[p.rank])
-    pieces, at = [_own(p, x)], slice(0, x.shape[0])
-    per_piece = 2 if p.aggregate else 1
-    sources: list[int] = []
-    sent = x
-    for step in range(1, p.size):
-        sources.append((p.rank - step) % p.size)
-        p.send_recv(sent, full[sources[-1]])
-        sent = full[sources[-1]]
-        if len(sources) == per_piece or step == p.size - 1:
-            runs = _merged(sources)
-            pieces.append(Piece(p.comm.record(), [Block(full[ranks], at, ranks, p.size) for ranks in runs]))
-            sources = []
-    return pieces
-
-
-def _merged(sources: list[int]) -> list[slice]:
-    """Return the ranks as slices: neighbors, which arrive in descending order, are one slice, for a larger matmul."""
-    first = sources[-1]
-    if [source - first for source in reversed(sources)] == list(range(len(sources))):
-        return [slice(first, first + len(sources))]
-    return [slice(source, source + 1) for source in sources]
+    rows, per_piece, sent = by_rank(received, p.size), 2 if p.aggregate else 1, x
+    for step in range(1, p.size, per_piece):
+        sources = [(p.rank - i) % p.size for i in range(step, min(step + per_piece, p.size))]
+        for source in sources:
+            p.send_recv(sent, rows[source])
+            sent = rows[source]
+        # Neighbors, which arrive in descending order, are one block, for a larger matmul.
+        first, last = sources[-1], sources[0]
+        blocks = [slice(first, last + 1)] if first <= last else [slice(source, source + 1) for source in sources]
+        at = slice(0, x.shape[0])
+        yield Piece(p.comm.record(), [Block(rows[ranks], at, ranks, p.size) for ranks in blocks])
