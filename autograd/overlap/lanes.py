@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, cached_property, partial
+from itertools import cycle
 from typing import Any, NamedTuple
 
 import torch
@@ -18,12 +19,11 @@ from torch import Tensor
 import pynccl
 from pynccl import CollConfig, Communicator
 from pynccl.comm import observers as binding
-from pynccl.comm.observers import waiting
 
 from ..state import state_of
 from ..streams import KeepAliveList, is_capturing, side_stream
 from .buffers import FRESH, Buffers, Fresh
-from .config import AUTO, OverlapConfig
+from .config import OverlapConfig
 from .schedules import Decision
 
 
@@ -63,9 +63,8 @@ class Point(NamedTuple):
     """A point in the order of a lane, after all work issued before it."""
 
     lane: str
-    issued: int  # the lane's count at this point
     event: Any
-    seen: dict[str, int]  # other lane -> its count that is complete at this point
+    seen: dict[str, int]  # of the lane, at this point
 
 
 class Lane:
@@ -74,38 +73,45 @@ class Lane:
     name    "main", "comm" or "second"
     stream  what the work is issued on; None: the calling thread
     handle  the argument `stream=` of collectives
-    seen    other lane -> its count that this lane has waited for, also transitively"""
+    seen    lane -> count of its work and points that are done before later work of this lane: those issued on this
+            lane, and those waited for, also transitively"""
 
     def __init__(self, name: str, lanes: Lanes, stream: Any = None, handle: Any = None) -> None:
         self.name, self.lanes, self.stream, self.handle = name, lanes, stream, handle
-        self.issued = 0  # count of issued work and points
-        self.seen: dict[str, int] = {}
+        self.seen = {name: 0}
 
     def run(self, work: Callable[..., object], *inputs: Any, out: Tensor) -> None:
         """Issue work(*inputs, out=out). It must not allocate memory that outlives it."""
         if self is not self.lanes.main:  # main owns the memory, and could reuse it before this lane runs
             self.lanes.kept.append((inputs, out))
-        launch = partial(self._do, partial(work, *inputs, out=out))
-        self.lanes.issue(self, getattr(work, "__name__", "work"), inputs, out, launch)
+        self.issue(work.__name__, inputs, out, partial(self._do, partial(work, *inputs, out=out)))
+
+    def issue(self, name: str, reads: Sequence[Any], out: Tensor, launch: Callable[[], object]) -> None:
+        """Launch work, and notify the observers."""
+        self.seen[self.name] += 1
+        begin = self.mark() if self.lanes.observers else None
+        launch()
+        end = self.mark() if self.lanes.observers else None
+        for observer in self.lanes.observers:
+            observer.ran(self, name, reads, (out,), begin, end)
 
     def record(self) -> Point:
-        self.issued += 1
-        point = Point(self.name, self.issued, self._record(), dict(self.seen))
+        self.seen[self.name] += 1
+        point = Point(self.name, self._record(), dict(self.seen))
         for observer in self.lanes.observers:
             observer.recorded(self, point)
         return point
 
     def wait(self, point: Point | None) -> None:
         """Let later work of this lane start after the point. No wait is issued if that is already the case."""
-        if point is None or point.lane == self.name or self.seen.get(point.lane, 0) >= point.issued:
+        if point is None or self.seen.get(point.lane, 0) >= point.seen[point.lane]:
             return
         for observer in self.lanes.observers:
             observer.waited(self, point)
-        for lane, issued in (*point.seen.items(), (point.lane, point.issued)):
-            if lane != self.name:
-                self.seen[lane] = max(issued, self.seen.get(lane, 0))
+        for lane, count in point.seen.items():
+            self.seen[lane] = max(count, self.seen.get(lane, 0))
         if point.event is not None:
-            with waiting() if self is self.lanes.main else contextlib.nullcontext():
+            with binding.waiting() if self is self.lanes.main else contextlib.nullcontext():
                 self._wait(point.event)
 
     def wait_lane(self, lane: Any) -> None:
@@ -131,7 +137,15 @@ class HostLane(Lane):
     """A stream of the host library."""
 
     def _do(self, work: Callable[[], object]) -> None:
-        self.stream.submit(_in_caller_mode(work))
+        """In the stream's thread, disable gradients, which a new thread records, and use the caller's inference mode,
+        since inference tensors cannot be modified outside of it."""
+        inference = torch.is_inference_mode_enabled()
+
+        def run() -> None:
+            with torch.inference_mode(inference), torch.no_grad():
+                work()
+
+        self.stream.submit(run)
 
     def _record(self) -> Any:
         return self.stream.record()
@@ -142,18 +156,6 @@ class HostLane(Lane):
         self.stream.wait(event)
 
 
-def _in_caller_mode(work: Callable[[], object]) -> Callable[[], object]:
-    """Wrap work for the stream's thread: disable gradients, which a new thread records, and use the caller's inference
-    mode, since inference tensors cannot be modified outside of it."""
-    inference = torch.is_inference_mode_enabled()
-
-    def run() -> None:
-        with torch.inference_mode(inference), torch.no_grad():
-            work()
-
-    return run
-
-
 class _CudaLane(Lane):
     """A CUDA stream; of "main" the caller's current one."""
 
@@ -162,7 +164,12 @@ class _CudaLane(Lane):
             work()
 
     def _record(self) -> Any:
-        return self.stream.record_event(self.lanes.new_event())
+        try:
+            event = state_of(self.lanes.nccl, SpareEvents).pop()
+        except IndexError:
+            event = torch.cuda.Event()
+        self.lanes.events.append(event)
+        return self.stream.record_event(event)
 
     def _wait(self, event: Any) -> None:
         self.stream.wait_event(event)
@@ -183,7 +190,7 @@ class SpareEvents(list[Any]):
 class Lanes:
     """The streams and buffers of one pass; `main` is the caller's stream.
 
-        with Lanes(comm) as lanes:
+        with Lanes(comm, config) as lanes:
             lanes.comm.wait(lanes.start)                     # after the caller's earlier work
             lanes.collective("all_gather", x, gathered)
             arrived = lanes.comm.record()
@@ -191,16 +198,13 @@ class Lanes:
             lane.run(torch.mm, gathered, w, out=y)
                                                              # here the caller's stream waits for the others
 
-    Buffers and results are allocated on `main` by the caller, and kept until the end, so that their memory is not
-    reused while another lane uses it.
-
     decision  the schedule; None: one collective, beside the caller's work
     limit     configuration of each collective
     owner     for observers
-    kept      tensors of enqueued work, until the caller's stream has waited for the work"""
+    kept      tensors of enqueued work, until the caller's stream, which allocated them, has waited for the work"""
 
     def __init__(
-        self, comm: Communicator, config: OverlapConfig = AUTO, decision: Decision | None = None,
+        self, comm: Communicator, config: OverlapConfig, decision: Decision | None = None,
         limit: CollConfig | None = None, buffers: Buffers | Fresh = FRESH, owner: Any = None,
     ) -> None:  # fmt: skip
         self.nccl, self.rank, self.size, self.limit, self.buffers = comm, comm.rank, comm.size, limit, buffers
@@ -209,59 +213,54 @@ class Lanes:
         if decision is not None:
             self.method, self.chunks, compute_streams = decision.method, decision.chunks, decision.compute_streams
         self.kept = KeepAliveList()
-        self._events: list[Any] = []
-        self._next = 0
-        self._start: Point | None = None
+        self.events: list[Any] = []  # recorded CUDA events
         self.observers = tuple(observers)  # a copy: each observer sees the begin and the end of the pass
-        self.main, self.comm, self._computing = make_lanes(self, comm, compute_streams, config.priority)
+        self._all = make_lanes(self, comm, compute_streams, config.priority)
+        self.main, *second, self.comm = self._all
+        self._computing = cycle([self.main, *second])
 
     def __enter__(self) -> Lanes:
         for observer in self.observers:
             observer.opened(self)
         return self
 
-    @property
+    @cached_property
     def start(self) -> Point:
         """The point after the work of the caller, and the allocation of buffers, which fills them if torch is to be
         deterministic. Recorded at its first use."""
-        if self._start is None:
-            self._start = self.main.record()
-        return self._start
+        return self.main.record()
 
     def __exit__(self, kind: object, *_: object) -> None:
-        others = [lane for lane in dict.fromkeys((*self._computing, self.comm)) if lane is not self.main]
         try:
             # On the CPU, do not wait after an error: peers may have failed, and host streams keep their buffers alive.
             if kind is None or not self.nccl.library.is_host:
-                self._join(others)
+                self._join()
         finally:
-            for lane in (self.main, *others):
+            for lane in self._all:
                 del lane.lanes  # else the two would refer to each other, until the garbage collector finds them
 
-    def _join(self, others: list[Lane]) -> None:
+    def _join(self) -> None:
         """Let the caller's stream wait for the other lanes. First for the lane that has waited for the most work: main
         then needs no wait for what that lane has waited for."""
-        for lane in sorted(others, key=lambda lane: lane.issued + sum(lane.seen.values()), reverse=True):
-            used = lane.issued or lane.seen  # a lane that has only waited is part of a captured graph, too
-            if used and lane.issued > self.main.seen.get(lane.name, -1):
+        for lane in sorted(self._all[1:], key=lambda lane: sum(lane.seen.values()), reverse=True):
+            used = any(lane.seen.values())  # a lane that has only waited is part of a captured graph, too
+            if used and lane.seen[lane.name] > self.main.seen.get(lane.name, -1):
                 self.main.wait(lane.record())
         for observer in self.observers:
             observer.closed(self)
         self.kept.clear()
-        state_of(self.nccl, SpareEvents).extend(self._events)  # no lane waits for them any more
-        self._events.clear()
+        state_of(self.nccl, SpareEvents).extend(self.events)  # no lane waits for them any more
 
     def compute(self, after: Point | None = None) -> Lane:
         """Return the lane for the next piece of a matmul, which starts after the point. The compute lanes alternate."""
-        lane = self._computing[self._next % len(self._computing)]
-        self._next += 1
+        lane = next(self._computing)
         lane.wait(after or self.start)
         return lane
 
     def collective(self, name: str, send: Tensor, recv: Tensor, *args: Any) -> None:
         """Issue comm.<name>(send, recv, *args) on the communication lane."""
         method, options = getattr(self.nccl, name), {"stream": self.comm.handle, "config": self.limit}
-        self.issue(self.comm, name, (send,), recv, partial(method, send, recv, *args, **options))
+        self.comm.issue(name, (send,), recv, partial(method, send, recv, *args, **options))
 
     def send_recv(self, send: Tensor, recv: Tensor) -> None:
         """Issue one step of a ring: send to the next rank, and receive from the previous one."""
@@ -271,32 +270,14 @@ class Lanes:
                 self.nccl.send(send, (self.rank + 1) % self.size, stream=self.comm.handle)
                 self.nccl.recv(recv, (self.rank - 1) % self.size, stream=self.comm.handle)
 
-        self.issue(self.comm, "send_recv", (send,), recv, launch)
-
-    def issue(self, lane: Lane, name: str, reads: Sequence[Any], out: Tensor, launch: Callable[[], object]) -> None:
-        """Launch work on a lane, and notify the observers."""
-        lane.issued += 1
-        begin = lane.mark() if self.observers else None
-        launch()
-        end = lane.mark() if self.observers else None
-        for observer in self.observers:
-            observer.ran(lane, name, reads, (out,), begin, end)
-
-    def new_event(self) -> Any:
-        """Return a CUDA event of the communicator's device, if possible one of an earlier operation."""
-        try:
-            event = state_of(self.nccl, SpareEvents).pop()
-        except IndexError:
-            event = torch.cuda.Event()
-        self._events.append(event)
-        return event
+        self.comm.issue("send_recv", (send,), recv, launch)
 
 
 class Serial:
     """A pass without overlap, and its only lane, the caller's stream. It has no event and no kept buffer."""
 
     __slots__ = ("nccl", "rank", "size")
-    method, chunks, aggregate, start, buffers = "off", 1, False, None, FRESH
+    method, chunks, start, buffers = "off", 1, None, FRESH
 
     def __init__(self, comm: Communicator) -> None:
         self.nccl, self.rank, self.size = comm, comm.rank, comm.size
@@ -327,37 +308,31 @@ class Serial:
 
     wait_lane = wait
 
-    def collective(self, name: str, send: Tensor, recv: Tensor, *args: Any) -> None:
-        getattr(self.nccl, name)(send, recv, *args)
+    def collective(self, name: str, send: Tensor, recv: Tensor) -> None:
+        getattr(self.nccl, name)(send, recv)
 
 
 Pass = Lanes | Serial
 
 
-def make_lanes(lanes: Lanes, comm: Communicator, compute_streams: int, priority: int) -> tuple[Lane, Lane, list[Lane]]:
-    """Return (main, comm, lanes of matmuls)."""
+def make_lanes(lanes: Lanes, comm: Communicator, compute_streams: int, priority: int) -> list[Lane]:
+    """Return the lane "main", the lane "second" if there are two for matmuls, and the lane "comm"."""
     side: Any = side_stream(comm, priority)
     handle = side.handle(lanes.kept)
     if comm.library.is_host:
-        main: Lane = Lane("main", lanes)
-        return main, HostLane("comm", lanes, side.stream, handle), [main]
+        return [Lane("main", lanes), HostLane("comm", lanes, side.stream, handle)]
     current = torch.cuda.current_stream(side.device)
-    main = _CudaLane("main", lanes, current)
-    computing: list[Lane] = [main]
+    made: list[Lane] = [_CudaLane("main", lanes, current)]
     if compute_streams > 1:
-        computing.append(_CudaLane("second", lanes, _second_stream(side.device, current)))
-    return main, _CudaLane("comm", lanes, side.stream, handle), computing
+        capturing = current.cuda_stream if is_capturing(side.device) else None
+        made.append(_CudaLane("second", lanes, _second_stream(side.device, capturing)))
+    return [*made, _CudaLane("comm", lanes, side.stream, handle)]
 
 
-_second_streams: dict[tuple[torch.device, int | None], Any] = {}
-
-
-def _second_stream(device: torch.device, main: Any) -> Any:
+@cache
+def _second_stream(device: torch.device, capturing: int | None) -> Any:
     """Return the second stream for matmuls of a GPU.
 
     All communicators share it, since a process has 8 queues to a GPU. For CUDA graphs, each capturing stream has its
     own: a graph keeps the cuBLAS workspace of its streams, and may run concurrently with other graphs or later work."""
-    key = device, main.cuda_stream if is_capturing(device) else None
-    if key not in _second_streams:
-        _second_streams[key] = torch.cuda.Stream(device)
-    return _second_streams[key]
+    return torch.cuda.Stream(device)

@@ -5,6 +5,7 @@ Fake streams log the calls; tests/gpu/test_gpu_overlap.py uses real streams."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import weakref
 from collections.abc import Iterator
@@ -80,7 +81,7 @@ def caller(log: list[str], monkeypatch: pytest.MonkeyPatch) -> Caller:
     monkeypatch.setattr(torch.cuda, "Event", lambda: log.append("a new event"))
     monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: FakeStream("comm"))
     monkeypatch.setattr(pynccl, "create_stream", lambda *_, **__: SimpleNamespace(handle=0x51DE))
-    monkeypatch.setattr(lanes, "_second_streams", {})
+    monkeypatch.setattr(lanes, "_second_stream", functools.cache(lanes._second_stream.__wrapped__))
     return caller
 
 
@@ -133,7 +134,7 @@ def test_captured_calls_use_a_separate_second_stream(caller: Caller) -> None:
 
 def second_stream(comm: Any) -> Any:
     """Return the name of the second stream for matmuls."""
-    return Lanes(comm, OverlapConfig(compute_streams=2))._computing[1].stream.name
+    return Lanes(comm, OverlapConfig(compute_streams=2))._all[1].stream.name
 
 
 def buffer_of(work: Buffers) -> Tensor:

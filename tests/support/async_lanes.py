@@ -36,13 +36,10 @@ class _LaneMaker:
             made[name] = pynccl.create_stream(library=comm.library)
         return HostLane(name, lanes, made[name])
 
-    def make(
-        self, lanes: Lanes, comm: Communicator, compute_streams: int, priority: int
-    ) -> tuple[Lane, Lane, list[Lane]]:
-        main = self.lane("main", lanes, comm)
-        second = [self.lane("second", lanes, comm)] if compute_streams > 1 else []
+    def make(self, lanes: Lanes, comm: Communicator, compute_streams: int, priority: int) -> list[Lane]:
+        computing = [self.lane(name, lanes, comm) for name in ("main", "second")[:compute_streams]]
         comm_stream = side_stream(comm, priority).handle(lanes.kept)
-        return main, HostLane("comm", lanes, comm_stream, comm_stream), [main, *second]
+        return [*computing, HostLane("comm", lanes, comm_stream, comm_stream)]
 
 
 class _Delays(Observer):
