@@ -12,9 +12,9 @@ from torch import Tensor
 
 from pynccl import Communicator
 
-from ..streams import is_capturing
+from ..streams import is_capturing, producer_stream
 
-ALIGNMENT = 256  # bytes; of torch's own allocator on GPUs is 512
+Allocate = Callable[[int, torch.device], Tensor]
 
 
 class Fresh:
@@ -35,11 +35,11 @@ class Buffers:
 
     Each grows to the largest requested size, so that later training steps allocate nothing. It is free again when its
     pass has ended on the caller's stream. A caller on another stream gets new buffers, because torch returns memory to
-    the stream that allocated it. If the allocator is not stream-aware, the caller gets the same buffers, and its stream
-    first waits for the end of the last pass. One pass uses them at a time. A concurrent pass of another thread, or a
-    CUDA graph capture, gets memory of its own.
+    the stream that allocated it. Fixed buffers stay the same, and the caller's stream first waits for the end of the
+    last pass. One pass uses them at a time. A concurrent pass of another thread, or a CUDA graph capture, gets memory
+    of its own.
 
-    allocate     (bytes, device) -> a uint8 tensor that outlives the work issued; None: torch's allocator
+    allocate     (bytes, device) -> a uint8 tensor for `reserve` that outlives the work issued
     fixed        name of the owner, if the buffers are reserved once and do not grow
     carrier      the communicator that communicates the buffers; None: that of the pass
     window       whether the reserved buffers are in symmetric windows of the carrier
@@ -47,15 +47,11 @@ class Buffers:
     """
 
     def __init__(
-        self,
-        allocate: Callable[[int, torch.device], Tensor] | None = None,
-        fixed: str | None = None,
-        carrier: Communicator | None = None,
+        self, allocate: Allocate | None = None, fixed: str | None = None, carrier: Communicator | None = None
     ) -> None:
         self.carrier = carrier
         self.window = self.interrupted = False
-        self._allocate, self._stream_aware = allocate or _torch_empty, allocate is None
-        self._fixed = fixed
+        self._allocate, self._fixed = allocate or _torch_empty, fixed
         self._buffers: dict[str, Tensor] = {}
         self._reserved: set[str] = set()
         self._lock = threading.Lock()
@@ -72,11 +68,10 @@ class Buffers:
         self._make(role, nbytes, device, self._allocate)
         self._reserved.add(role)
 
-    def _make(
-        self, role: str, nbytes: int, device: torch.device, allocate: Callable[[int, torch.device], Tensor]
-    ) -> None:
+    def _make(self, role: str, nbytes: int, device: torch.device, allocate: Allocate) -> Tensor:
         with torch.inference_mode(False):  # the buffer outlives the pass that allocates it
-            self._buffers[role] = allocate(max(nbytes, ALIGNMENT), device)
+            self._buffers[role] = allocate(nbytes, device)
+        return self._buffers[role]
 
     def drop(self) -> None:
         """Free all buffers."""
@@ -94,22 +89,23 @@ class Buffers:
                     f"{tuple(shape)} of {dtype} takes {nbytes}; construct it with the tensor_shape and dtype of the "
                     "largest tensor to communicate, and do not use it after close()"
                 )
-            self._buffers.pop(role, None)  # before the larger one is allocated
-            self._make(role, nbytes, like.device, self._allocate if self._fixed is None else _torch_empty)
-            buffer = self._buffers[role]
+            buffer = self._make(role, nbytes, like.device, _torch_empty)
         return buffer[:nbytes].view(dtype).view(tuple(shape))
 
     @contextmanager
     def acquire(self, like: Tensor) -> Iterator[Buffers | Fresh]:
         """Acquire the buffers for one pass. If it raises, drop them, since they may still be in use."""
-        if (like.is_cuda and is_capturing(like.device)) or not self._lock.acquire(blocking=False):
+        stream = producer_stream(like)  # at the end another one may be the current one, with hand_off
+        if (stream is not None and is_capturing(like.device)) or not self._lock.acquire(blocking=False):
             yield FRESH
             return
-        stream = None
         try:
-            if like.is_cuda:
-                stream = torch.cuda.current_stream(like.device)
-                self._begin(stream)
+            if self._last is not None and stream != self._stream:
+                if self._fixed is None:
+                    self.drop()
+                else:
+                    stream.wait_event(self._last)
+            self._stream = stream
             yield self
             self.interrupted = False
         except BaseException:
@@ -119,17 +115,9 @@ class Buffers:
                 self.interrupted = True
             raise
         finally:
-            if stream is not None:  # may no longer be the current one, with hand_off
+            if stream is not None:
                 self._last = stream.record_event(self._last)
             self._lock.release()
-
-    def _begin(self, stream: torch.cuda.Stream) -> None:
-        if stream != self._stream:
-            if self._stream_aware:
-                self._buffers = {}
-            elif self._last is not None:
-                stream.wait_event(self._last)
-        self._stream = stream
 
 
 def _torch_empty(nbytes: int, device: torch.device) -> Tensor:

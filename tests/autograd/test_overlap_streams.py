@@ -158,7 +158,8 @@ def test_torch_memory_is_reused_only_on_the_stream_that_allocated_it(caller: Cal
 
 def test_an_operation_ends_on_the_stream_where_it_began(caller: Caller, log: list[str]) -> None:
     """The last slice can be consumed, or garbage collected, under another stream."""
-    work = Buffers(lambda nbytes, device: torch.empty(nbytes, dtype=torch.uint8))  # an allocator that ignores streams
+    work = Buffers(lambda nbytes, device: torch.empty(nbytes, dtype=torch.uint8), fixed="CommOverlap")
+    work.reserve("gathered", 400, TENSOR_LIKE.device)
     acquired = work.acquire(TENSOR_LIKE)
     acquired.__enter__()
     with caller.under(FakeStream("another")):

@@ -99,9 +99,8 @@ def poisoned_buffers() -> Iterator[None]:
     so that a read that is too early or too late shows in the result."""
     plain_make, plain_acquire = Buffers._make, Buffers.acquire
 
-    def make(self: Buffers, role: str, *args: Any) -> None:
-        plain_make(self, role, *args)
-        self._buffers[role].fill_(_POISON)
+    def make(self: Buffers, *args: Any) -> Tensor:
+        return plain_make(self, *args).fill_(_POISON)
 
     @contextmanager
     def acquire(self: Buffers, like: Tensor) -> Iterator[Buffers | Fresh]:
