@@ -37,9 +37,6 @@ class Observer:
     def opened(self, lanes: Lanes) -> None:
         """Called at the begin of a pass, before anything is issued."""
 
-    def recorded(self, lane: Lane, point: Point) -> None:
-        """Called when a point of a lane was recorded."""
-
     def waited(self, lane: Lane, point: Point) -> None:
         """Called when the lane waits for the point."""
 
@@ -97,10 +94,7 @@ class Lane:
 
     def record(self) -> Point:
         self.seen[self.name] += 1
-        point = Point(self.name, self._record(), dict(self.seen))
-        for observer in self.lanes.observers:
-            observer.recorded(self, point)
-        return point
+        return Point(self.name, self._record(), dict(self.seen))
 
     def wait(self, point: Point | None) -> None:
         """Let later work of this lane start after the point. No wait is issued if that is already the case."""

@@ -43,13 +43,13 @@ class _LaneMaker:
 
 
 class _Delays(Observer):
-    """An observer that makes lanes sleep for random times after each recorded point and each wait, so that other lanes
+    """An observer that makes lanes sleep for random times after each piece of work and each wait, so that other lanes
     overtake them."""
 
     def __init__(self, seed: int, max_delay: float) -> None:
         self._random, self._max_delay = random.Random(seed), max_delay
 
-    def recorded(self, lane: Lane, point: Point) -> None:
+    def ran(self, lane: Lane, *_: Any) -> None:
         self._sleep(lane)
 
     def waited(self, lane: Lane, point: Point) -> None:
