@@ -89,6 +89,8 @@ class Buffers:
                     f"{tuple(shape)} of {dtype} takes {nbytes}; construct it with the tensor_shape and dtype of the "
                     "largest tensor to communicate, and do not use it after close()"
                 )
+            self._buffers.pop(role, None)
+            del buffer  # so that it is freed before the larger one is allocated
             buffer = self._make(role, nbytes, like.device, _torch_empty)
         return buffer[:nbytes].view(dtype).view(tuple(shape))
 

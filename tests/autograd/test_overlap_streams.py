@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import pynccl
-from pynccl_autograd.overlap import lanes
+from pynccl_autograd.overlap import buffers, lanes
 from pynccl_autograd.overlap.buffers import Buffers
 from pynccl_autograd.overlap.config import OverlapConfig
 from pynccl_autograd.overlap.lanes import Lanes
@@ -154,6 +154,20 @@ def test_torch_memory_is_reused_only_on_the_stream_that_allocated_it(caller: Cal
     assert work.nbytes == 400 and not log
     caller.capturing = True  # a captured call gets separate memory
     assert buffer_of(work).data_ptr() != second.data_ptr() and work.nbytes == 400
+
+
+def test_a_buffer_is_freed_before_a_larger_one_is_allocated(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+    work, plain = Buffers(), buffers._torch_empty
+    buffer_of(work)
+    held, alive = weakref.ref(work._buffers["gathered"]), []
+
+    def allocate(nbytes: int, device: torch.device) -> Tensor:
+        alive.append(held() is not None)
+        return plain(nbytes, device)
+
+    monkeypatch.setattr(buffers, "_torch_empty", allocate)
+    work.empty("gathered", (200,), TENSOR_LIKE)
+    assert alive == [False]
 
 
 def test_an_operation_ends_on_the_stream_where_it_began(caller: Caller, log: list[str]) -> None:
