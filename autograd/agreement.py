@@ -58,7 +58,7 @@ def gathered_tensor(comm: Communicator, row: Sequence[float], dtype: torch.dtype
     """The same as a tensor [N, len(row)] on the communicator's device, for which no CPU waits on a GPU."""
     check_not_in_group()
     with unwrapped():
-        send = torch.tensor(row, dtype=dtype)
+        send = torch.tensor(row, dtype=dtype, device="cpu")
         if comm.device != "cpu":  # from pageable memory, the copy would wait for the stream
             send = send.pin_memory().to(comm.device, non_blocking=True)
         rows: Tensor = comm.all_gather(send, send.new_empty(comm.size, len(row)))

@@ -132,8 +132,8 @@ def check_linear(operation: str, x: Tensor, w: Tensor, comm: Communicator, bias:
     if type(comm) is not Communicator:
         check_comm(operation, comm, x=x, w=w)
     check_call(operation, x, comm)
-    if torch.compiler.is_compiling():
-        return
+    if torch.compiler.is_compiling() or (isinstance(w, Tensor) and type(w) not in _PLAIN):
+        return  # a weight of another class, such as a packed one, checks x itself
     if not isinstance(w, Tensor) or w.dim() != 2:
         raise TypeError(f"{operation}: w is {shown(w)}, expected a weight [out, in], a torch.Tensor")
     if not x.dim() or x.shape[-1] != w.shape[1]:
@@ -151,7 +151,7 @@ def check_linear(operation: str, x: Tensor, w: Tensor, comm: Communicator, bias:
     for name, t in (("x", x), ("bias", bias)):
         if t is None:
             continue
-        if t.dtype is not w.dtype and not torch.is_autocast_enabled(x.device.type):
+        if t.dtype is not w.dtype and not torch.is_autocast_enabled(torch.device(comm.device).type):
             raise TypeError(
                 f"{operation}: {name} is {t.dtype}, the weight {w.dtype}; pass {name}.to({w.dtype}), or use "
                 "torch.autocast"

@@ -39,19 +39,15 @@ class Buffers:
     last pass. One pass uses them at a time. A concurrent pass of another thread, or a CUDA graph capture, gets memory
     of its own.
 
-    allocate     (bytes, device) -> a uint8 tensor for `reserve` that outlives the work issued
     fixed        name of the owner, if the buffers are reserved once and do not grow
     carrier      the communicator that communicates the buffers; None: that of the pass
     window       whether the reserved buffers are in symmetric windows of the carrier
     interrupted  whether the last pass raised: its work may still be using the buffers
     """
 
-    def __init__(
-        self, allocate: Allocate | None = None, fixed: str | None = None, carrier: Communicator | None = None
-    ) -> None:
-        self.carrier = carrier
+    def __init__(self, fixed: str | None = None, carrier: Communicator | None = None) -> None:
+        self._fixed, self.carrier = fixed, carrier
         self.window = self.interrupted = False
-        self._allocate, self._fixed = allocate or _torch_empty, fixed
         self._buffers: dict[str, Tensor] = {}
         self._reserved: set[str] = set()
         self._lock = threading.Lock()
@@ -63,9 +59,11 @@ class Buffers:
         """Bytes of all buffers."""
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
-    def reserve(self, role: str, nbytes: int, device: torch.device) -> None:
-        """Allocate the buffer of a role. If they are fixed, the roles that are not reserved use torch's memory."""
-        self._make(role, nbytes, device, self._allocate)
+    def reserve(self, role: str, nbytes: int, device: torch.device, allocate: Allocate) -> None:
+        """Allocate the buffer of a role. If they are fixed, the roles that are not reserved use torch's memory.
+
+        allocate  (bytes, device) -> a uint8 tensor that outlives the work issued"""
+        self._make(role, nbytes, device, allocate)
         self._reserved.add(role)
 
     def _make(self, role: str, nbytes: int, device: torch.device, allocate: Allocate) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -36,6 +37,7 @@ class Passes:
 
     def __init__(self) -> None:
         self.entries: dict[PassKey, Decision | Race] = {}
+        self.shapes: Counter[PassKey] = Counter()  # number of races, by key with m=0
         self.keys: weakref.WeakKeyDictionary[Any, dict[PassKey, None]] = weakref.WeakKeyDictionary()  # by owner
         self.needs_grad: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
@@ -45,24 +47,19 @@ class Passes:
 
     def add(self, owner: Any, key: PassKey, found: Decision | Race) -> Decision | Race:
         keys: dict[PassKey, Any] = self.keys.setdefault(owner, {})
-        if len(self.entries) >= MAX_PASSES:  # MAX_SHAPES limits the races
+        if len(self.entries) >= MAX_PASSES:  # the races are limited by `shapes`
             self.entries = {at: one for at, one in self.entries.items() if isinstance(one, Race) or one.tried}
         if len(keys) >= MAX_PASSES:
             keys.clear()
         keys[key], self.entries[key] = None, found
         return found
 
-    def raced(self, key: PassKey) -> int:
-        """Return for how many numbers of rows there is, or was, a race."""
-        return sum(
-            at._replace(m=key.m) == key for at, one in self.entries.items() if isinstance(one, Race) or one.tried
-        )
-
     def forget(self, owner: Any) -> None:
         """Forget the decisions of a layer's passes, also for other layers with the same passes."""
         self.needs_grad.pop(owner, None)
         for key in self.keys.pop(owner, ()):
             self.entries.pop(key, None)
+            self.shapes.pop(key._replace(m=0), None)
 
 
 def choose(comm: Communicator, owner: Any, key: PassKey) -> ScheduledCall:
@@ -153,7 +150,8 @@ def _start(
         if str(schedule) == loaded.get("schedule"):
             tried = loaded["tried"]
             return key.decision(schedule, f"loaded; tried: {format_times(tried)}", tried=tried)
-    if passes.raced(key) >= MAX_SHAPES:
+    passes.shapes[key._replace(m=0)] += 1
+    if passes.shapes[key._replace(m=0)] > MAX_SHAPES:
         reason = f"{MAX_SHAPES} numbers of rows were tried before; ad.overlap.retry(layer) forgets them"
         return key.decision(OFF, reason)
     return Race(key, candidates)

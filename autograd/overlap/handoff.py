@@ -71,7 +71,7 @@ class Slices(Sequence[Tensor]):
 
     def _wait(self) -> None:
         """Let the caller's stream, or on the CPU the caller, wait for the next slice. The last one ends the pass."""
-        at, self._waited = self._waited, self._waited + 1
+        at = self._waited
         if self._lanes is not None:
             try:
                 self._lanes.main.wait(self._points[at])
@@ -79,8 +79,9 @@ class Slices(Sequence[Tensor]):
                 self._lanes = None
                 self._open.__exit__(type(error), error, error.__traceback__)
                 raise
-            if self._waited == len(self._points):
+            if at == len(self._points) - 1:
                 self._end()
+        self._waited = at + 1
 
     def _end(self) -> None:
         self._lanes = None

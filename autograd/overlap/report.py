@@ -136,7 +136,7 @@ def recording() -> contextlib.AbstractContextManager[Trace]:
 
 _UNSEEN = "no overlap observed: not called, no backward pass, or compiled (torch.compile disables overlap)"
 _HEADINGS = ("layer", "pass", "chosen", "calls", "comm us", "mm us", "wall us", "exposed us", "efficiency")
-_LINE = "{:{width}}  {:8}  {:11}  {:>5}  {:>9}  {:>9}  {:>9}  {:>10}  {:>10}"
+_LINE = "{:{width}}  {:8}  {:12}  {:>5}  {:>9}  {:>9}  {:>9}  {:>10}  {:>10}"
 
 
 class Row(NamedTuple):
@@ -174,6 +174,7 @@ class Report(Trace):
         self._names = weakref.WeakKeyDictionary({module: name or "model" for name, module in modules.items()})
         self._overlapping = [self._names[module] for module in modules.values() if _may_overlap(module)]
         self._numbers = itertools.count(1)  # of layers that are not in the model
+        self._called: set[str] = set()
 
     def name(self, owner: Any) -> str:
         """Return the name of a layer: its name in the model, or its type, sizes and a number."""
@@ -185,6 +186,7 @@ class Report(Trace):
 
     def decided(self, owner: Any, decision: Decision) -> None:
         """See Observer. A pass without overlap has no lanes, so this is all that is known of it."""
+        self._called.add(self.name(owner))
         if decision.method == "off":
             self._closed.append(Operation(self.name(owner), decision, math.nan, ()))
 
@@ -200,8 +202,7 @@ class Report(Trace):
 
     def __str__(self) -> str:
         rows = self.rows()
-        seen = {row.layer for row in rows}
-        unseen = [f"  {name}: {_UNSEEN}" for name in self._overlapping if name not in seen]
+        unseen = [f"  {name}: {_UNSEEN}" for name in self._overlapping if name not in self._called]
         table = [_HEADINGS, *(_cells(row) for row in rows)]
         width = max(len(layer) for layer, *_ in table)
         lines = [_LINE.format(*one, width=width) for one in table] if rows else ["overlap: no layer with overlap ran"]

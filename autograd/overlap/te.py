@@ -128,9 +128,10 @@ class CommOverlap(Resource, Shared):
             carrier = split_off(carrier, CommConfig(cta_policy=CTA_POLICY_ZERO, max_ctas=config.num_comm_ctas))
             self._closing.callback(carrier.destroy)
         self._carrier, _ = limited(carrier, config, config.method)  # windows belong to this one
-        self.buffers = Buffers(self._allocate, fixed=name, carrier=self._carrier)
+        self.buffers = Buffers(name, self._carrier)
         for role, rows in _buffer_rows(config, math.prod(sizes[:-1]), self.comm.size).items():
-            self.buffers.reserve(role, rows * sizes[-1] * dtype.itemsize, torch.device(self.comm.device))
+            nbytes = rows * sizes[-1] * dtype.itemsize
+            self.buffers.reserve(role, nbytes, torch.device(self.comm.device), self._allocate)
         self.buffers.window = self.memory == "window"
 
     @property

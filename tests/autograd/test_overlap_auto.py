@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,6 +34,7 @@ from pynccl_autograd import OverlapConfig
 from pynccl_autograd.overlap import choose, saved, tune
 from pynccl_autograd.overlap.lanes import observing
 from pynccl_autograd.overlap.schedules import TOO_FEW
+from pynccl_autograd.state import state_of
 
 
 def run_races(comm: Communicator, more: int = 4, **options: Any) -> tuple[list[ChosenSchedule], dict[str, str]]:
@@ -233,6 +236,38 @@ def test_small_matmuls_and_too_many_shapes_are_not_tried(ranks: RankPool) -> Non
             choose.MAX_SHAPES + 3,
             "16 numbers of rows were tried before; ad.overlap.retry(layer)"[:50],
         ]
+
+
+def races_after_the_limit(comm: Communicator, folder: Path) -> list[bool]:
+    """Return whether a race begins: after as many loaded decisions, without and with ad.overlap.retry(layer)."""
+
+    def begins(layer: nn.Module, more: int) -> bool:
+        x = torch.randn(comm.size * (64 + more), IN)
+        ad.matmul_reduce_scatter(x, torch.ones(OUT, IN), comm, owner=layer)
+        return not ad.overlap.decisions(layer)[-1].settled
+
+    first, second, found = nn.Identity(), nn.Identity(), []
+    with tune_small_layers(), torch.no_grad():
+        for more in range(choose.MAX_SHAPES):
+            begins(first, more)
+        keys = state_of(comm, choose.Passes).entries
+        decided = {key.name(comm): {"schedule": "off", "tried": {"off": 1e-3}} for key in keys}
+        path = folder / str(comm.rank)
+        path.write_text(json.dumps({"version": saved.FILE_VERSION, "decisions": decided}))
+        ad.overlap.retry(first)
+        ad.overlap.load(path)
+        settled = [not begins(first, more) for more in range(choose.MAX_SHAPES)]
+        found = [all(settled), begins(first, choose.MAX_SHAPES)]
+        ad.overlap.retry(first)  # also discards the loaded decisions
+        for more in range(choose.MAX_SHAPES):
+            begins(first, more)
+        found.append(begins(second, choose.MAX_SHAPES))
+        ad.overlap.retry(second)
+        return [*found, begins(second, choose.MAX_SHAPES)]
+
+
+def test_only_races_count_for_their_limit_and_retry_begins_anew(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(2, races_after_the_limit, tmp_path) == [[True, True, False, True]] * 2
 
 
 def train_with_auto(comm: Communicator, seed: int) -> tuple[list[ChosenSchedule], int]:

@@ -28,6 +28,21 @@ class Model(nn.Module):
         return self.down(self.up(x).relu())
 
 
+def report_of_a_pass_that_runs(comm: Communicator) -> str:
+    layer = ad.RowParallelLinear(HIDDEN, WIDTH, comm, overlap=OverlapConfig("slices", chunks=2))
+    x = torch.randn(ROWS, HIDDEN // comm.size)
+    with ad.overlap.report(nn.Sequential(layer)) as report:
+        slices = ad.matmul_all_reduce(x, layer.weight, comm, overlap=layer.overlap, hand_off=True, owner=layer)
+        text = str(report)
+        slices.whole()
+    assert "forward" in str(report)
+    return text
+
+
+def test_a_layer_whose_pass_still_runs_is_not_listed_as_not_called(ranks: RankPool) -> None:
+    assert ranks.run(2, report_of_a_pass_that_runs) == ["overlap: no layer with overlap ran"] * 2
+
+
 def report_of_steps(comm: Communicator) -> tuple[list[Row], str, list[str]]:
     model = Model(comm)
     x = torch.randn(ROWS // comm.size, WIDTH, requires_grad=True)

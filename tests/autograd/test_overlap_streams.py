@@ -172,8 +172,8 @@ def test_a_buffer_is_freed_before_a_larger_one_is_allocated(caller: Caller, monk
 
 def test_an_operation_ends_on_the_stream_where_it_began(caller: Caller, log: list[str]) -> None:
     """The last slice can be consumed, or garbage collected, under another stream."""
-    work = Buffers(lambda nbytes, device: torch.empty(nbytes, dtype=torch.uint8), fixed="CommOverlap")
-    work.reserve("gathered", 400, TENSOR_LIKE.device)
+    work = Buffers("CommOverlap")
+    work.reserve("gathered", 400, TENSOR_LIKE.device, buffers._torch_empty)
     acquired = work.acquire(TENSOR_LIKE)
     acquired.__enter__()
     with caller.under(FakeStream("another")):
