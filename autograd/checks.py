@@ -20,6 +20,7 @@ from pynccl.watch.frames import call_site
 
 from .agreement import gathered
 from .state import state_of
+from .torch_internals import plain_values, unwrapped
 
 _PAIRWISE = ("permute", "halo_exchange", "halo_reduce")  # sends and receives: not every rank takes part
 # Allowed difference of "replicated" cotangents relative to the largest one: ranks may sum, and so round, differently.
@@ -90,7 +91,8 @@ def compare_backward(comm: Communicator, call: ForwardCall, replicated: Tensor |
         )
         compare_rows(exchange({comm: text})[comm], comm.rank, remedy, " in the backward pass")
     if replicated is not None and replicated.numel():
-        _compare_cotangents(comm, call, replicated.detach())
+        with unwrapped():
+            _compare_cotangents(comm, call, plain_values(replicated).detach())
 
 
 def _compare_cotangents(comm: Communicator, call: ForwardCall, g: Tensor) -> None:

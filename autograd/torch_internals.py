@@ -203,6 +203,16 @@ _TransformType = _find("torch._C._functorch.TransformType")
 _levels = _find("torch._functorch.pyfunctorch.retrieve_all_functorch_interpreters")
 # A context manager in which torch.func does not wrap new tensors, because NCCL needs their memory.
 unwrapped: Callable[[], Any] = _find("torch._C._DisableFuncTorch")
+# Whether a tensor is a wrapper of one of these levels, and what it wraps.
+_is_wrapper: Callable[[Tensor], bool] = _find("torch._C._functorch.is_functorch_wrapped_tensor")
+_wrapped_by: Callable[[Tensor], Tensor] = _find("torch._C._functorch.get_unwrapped")
+
+
+def plain_values(x: Tensor) -> Tensor:
+    """Return the tensor in the wrappers of torch.func, with the dimensions that vmap hides."""
+    while _is_wrapper(x):
+        x = _wrapped_by(x)
+    return x
 
 
 @torch.compiler.assume_constant_result

@@ -66,6 +66,27 @@ def test_backward_disagreements_name_the_ranks_and_their_forward_lines(ranks: Ra
             assert "index (1, 0)" in message and "rank 0 has 1, rank 1 has 2" in message
 
 
+def checked_transforms(comm: Communicator) -> list[str]:
+    """Compare cotangents within torch.func: the gradients of equal ones, and the errors of those that differ."""
+    messages, x = [], torch.arange(6.0).view(3, 2)
+    for derivative in (torch.func.grad, lambda f: torch.func.vmap(torch.func.grad(f))):
+        with checking_communicator(comm) as checked_comm:
+
+            def loss(x: Tensor, factor: float) -> Tensor:
+                return (ad.all_reduce(x * x, checked_comm, grad="replicated") * factor).sum()
+
+            assert torch.equal(derivative(lambda x: loss(x, 1.0))(x), 2 * x)
+            with pytest.raises(pynccl.NcclInvalidUsage) as caught:
+                derivative(lambda x: loss(x, 1.0 + checked_comm.rank))(x)
+            messages.append(str(caught.value))
+    return messages
+
+
+def test_cotangents_are_compared_in_transforms_of_torch_func(ranks: RankPool) -> None:
+    for messages in ranks.run(2, checked_transforms):
+        assert all("the cotangents differ" in one and "rank 0 has 1, rank 1 has 2" in one for one in messages)
+
+
 # A third-order gradient penalty, where one rank leaves the outputs unused
 
 

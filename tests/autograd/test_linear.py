@@ -138,6 +138,19 @@ def test_under_autocast_layers_equal_nn_linear(ranks: RankPool) -> None:
     ranks.run(2, under_autocast)
 
 
+def check_default_device(comm: Communicator) -> None:
+    """What ranks tell each other is on their device, wherever the program makes its tensors: "auto" compares sizes."""
+    x, w = torch.ones(256, 512), torch.ones(512, 512)
+    with torch.device("meta"):
+        layer = ad.ColumnParallelLinear(4, 8, comm)
+        y = ad.matmul_all_reduce(x, w, comm)
+    assert layer.weight.is_meta and torch.equal(y, torch.full((256, 512), 512.0 * comm.size))
+
+
+def test_calls_under_another_default_device(ranks: RankPool) -> None:
+    ranks.run(2, check_default_device)
+
+
 def check_bad_input(comm: Communicator) -> None:
     column, row = ad.ColumnParallelLinear, ad.RowParallelLinear
     layer, bias = cast(Any, column(4, 4, comm)), torch.zeros(4)
