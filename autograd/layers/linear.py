@@ -164,7 +164,7 @@ class ColumnParallelLinear(_ParallelLinear):
     sequence_parallel         True: x is sharded along the sequence
     device, dtype             of the parameters. Defaults: the communicator's device, torch's default dtype
     overlap                   how to hide communication behind matmuls: "auto" (if a race shows that it pays), "off",
-                              an `OverlapConfig`, or a dict of TransformerEngine's keys
+                              an `OverlapConfig`, a `CommOverlap`, or a dict of TransformerEngine's keys
     reduce_dtype              data type in which to sum over ranks; None: that of the summed tensor
     grad_accumulation_fusion  True: add the weight's gradient to weight.main_grad
     seq_dim                   sequence dimension of x and y, with sequence_parallel

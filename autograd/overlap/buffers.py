@@ -36,8 +36,12 @@ class Buffers:
     Each grows to the largest requested size, so that later training steps allocate nothing. It is free again when its
     pass has ended on the caller's stream. A caller on another stream gets new buffers, because torch returns memory to
     the stream that allocated it. Fixed buffers stay the same, and the caller's stream first waits for the end of the
-    last pass. One pass uses them at a time. A concurrent pass of another thread, or a CUDA graph capture, gets memory
-    of its own.
+    last pass. One pass uses them at a time. Another pass meanwhile (of another thread, or while slices are handed off)
+    and a CUDA graph capture get memory of their own.
+
+    gathered         rows of all ranks, as they arrive
+    partial          products that are summed over the ranks
+    received, total  what other ranks send; sums that are still to be converted, or to be gathered
 
     fixed        name of the owner, if the buffers are reserved once and do not grow
     carrier      the communicator that communicates the buffers; None: that of the pass
@@ -94,16 +98,17 @@ class Buffers:
 
     @contextmanager
     def acquire(self, like: Tensor) -> Iterator[Buffers | Fresh]:
-        """Acquire the buffers for one pass. If it raises, drop them, since they may still be in use."""
+        """Acquire the buffers for one pass. If it raises, they may still be in use: fixed ones are marked as
+        `interrupted`, others are dropped."""
         stream = producer_stream(like)  # at the end another one may be the current one, with hand_off
         if (stream is not None and is_capturing(like.device)) or not self._lock.acquire(blocking=False):
             yield FRESH
             return
         try:
-            if self._last is not None and stream != self._stream:
+            if stream != self._stream:
                 if self._fixed is None:
                     self.drop()
-                else:
+                elif self._last is not None:
                     stream.wait_event(self._last)
             self._stream = stream
             yield self
@@ -115,7 +120,7 @@ class Buffers:
                 self.interrupted = True
             raise
         finally:
-            if stream is not None:
+            if stream is not None and self._fixed is not None:
                 self._last = stream.record_event(self._last)
             self._lock.release()
 

@@ -54,7 +54,7 @@ class Call:
     caller                name of the layer, or of the function, for errors
     buffers               those of a CommOverlap
     forward               how this call's forward pass runs
-    backward              the key of its backward pass; None: it is "off", too small, or has nothing to communicate
+    backward              the key of its backward pass; None: "off" without one, or nothing to communicate
     needs_dx              whether x needs a gradient: in a column layer on any rank, in a row layer on this one
     """
 
@@ -87,9 +87,8 @@ class Call:
         kind, forward, backward = PASSES[self.name]
         rows = x.numel() // max(x.shape[-1], 1) * (comm.size if forward == "all_gather_matmul" else 1)  # of all ranks
         off = config.method == config.backward.method == "off"
-        # A shortcut to the same decision:
-        off = off or (config is AUTO and not observers and is_tiny(comm.library.is_host, rows, *self.parameter.shape))
-        tensors = cast(comm, x, self.weight, bias, off)
+        tiny = config is AUTO and is_tiny(comm.library.is_host, rows, *self.parameter.shape)
+        tensors = cast(comm, x, self.weight, bias, off or tiny)
         if tensors is None:
             return None
         if forward:
@@ -101,6 +100,7 @@ class Call:
         if training and kind == "column":
             self.needs_dx = x_needs_grad(comm, self.owner, x.requires_grad)
             backward = backward if self.needs_dx else None
+        off = off or (tiny and not observers)  # a shortcut: only observers miss the decision
         if not off and forward:
             self.forward = choose(comm, self.owner, pass_key(comm, forward, rows, w, config, self.reduce_dtype))
         if not off and training and backward:

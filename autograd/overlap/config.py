@@ -19,25 +19,27 @@ class OverlapConfig:
                                  the fastest; "off", unless another one takes 3% less in the median and less
                                  than "off" in two thirds of the rounds
                      "slices"    `chunks` collectives, each of a slice of every rank's rows
-                     "ring"      N-1 steps of send and recv, each of one rank's rows
+                     "ring"      N-1 steps of send and recv, each of one rank's rows; twice as many for an all-reduce
                      "exchange"  as slices, but sums use all_to_all and add in rank order, in at least float32: the
                                  same bits for every number of chunks
                      "bulk"      one collective, concurrent with a matmul that does not depend on it
                      "off"       no overlap
     chunks           number of slices of the rows, >= 1, for "slices" and "exchange"; None: 2, 4 and 8 are tried. With
-                     "auto" the race has only this number of slices, and no ring
+                     "auto" the race has only this number of slices, and no ring; if deterministic, it has no effect
     aggregate        "ring" gathers the blocks of two ranks for each matmul
     compute_streams  1 or 2 streams that the matmuls alternate between; None: 2 on a GPU with several slices or
-                     the ring
+                     a ring that gathers
     num_comm_ctas    maximum number of thread blocks (CTAs) of a collective, as NCCL's maxCTAs. Before NCCL 2.31, and
                      for "ring", it needs a child communicator, which a layer splits off when it is constructed, and a
                      function in its first pass; the child ends with its parent
     priority         of the communication stream. Below 0, its kernels run before those of the matmuls' streams; from 0
                      on, they have the same priority
-    deterministic    use only schedules that add in rank order ("exchange"), without a race
+    deterministic    use only schedules that add in rank order ("exchange"), without a race. "auto": one exchange for
+                     sums, "off" for gathers
     save_gathered    keep the gathered input for the weight's gradient. False: the backward pass gathers it again,
-                     hidden behind the gradient of the input, and the memory is free in between
-    dgrad            configuration of the backward pass; None: that of the forward pass
+                     behind the gradient of the input; the layers of a communicator share one buffer for it
+    dgrad            configuration of the backward pass; None: that of the forward pass. save_gathered is that of the
+                     forward pass, and so is deterministic if the method is "auto"
 
     Raises ValueError or TypeError for invalid values.
     """

@@ -56,7 +56,8 @@ def all_gather_matmul(
     owner                     the module that makes the call, as `overlap.report()` names it
 
     Raises ValueError or TypeError for wrong arguments, before this rank launches anything. If only one rank's arguments
-    are wrong, the other ranks wait for it.
+    are wrong, the other ranks wait for it. Raises NcclInvalidUsage on all ranks if they compare their arguments, at new
+    ones, and these differ.
     """
     if return_gathered is not False:
         check_type("all_gather_matmul: return_gathered", "bool", return_gathered)

@@ -44,7 +44,7 @@ class Observer:
         """Called when the caller's stream waits for all work on the lanes; not after an error on the CPU."""
 
     def decided(self, owner: Any, decision: Any) -> None:
-        """Called with the decision for a layer's pass, before the pass and again during a backward pass."""
+        """Called with the decision for a layer's pass, before the pass. A pass that needed no decision has none."""
 
 
 observers: list[Observer] = []
@@ -105,7 +105,7 @@ class Lane:
         for lane, count in point.seen.items():
             self.seen[lane] = max(count, self.seen.get(lane, 0))
         if point.event is not None:
-            with binding.waiting() if self is self.lanes.main else contextlib.nullcontext():
+            with binding.waiting() if self is self.lanes.main else contextlib.nullcontext():  # for ad.trace
                 self._wait(point.event)
 
     def wait_lane(self, lane: Any) -> None:

@@ -2,9 +2,10 @@
 
 N ranks with m rows each, M = N*m. A shard is this rank's part of a tensor; `full` tensors have the rows of all ranks.
 In a pass p, work runs on lanes: p.main is the caller's stream, p.comm communicates, p.compute() is a lane for matmuls.
-Without overlap, all of them are p.main, and there is one piece or part with all rows.
+Without overlap, all of them are p.main, and there is one piece of a gather, or part of a sum, with all rows.
 
-To be differentiated itself, or traced, a backward pass uses the operations of unfused.py.
+To be differentiated itself, or traced, a backward pass uses the operations of unfused.py. That of MatmulAllReduce,
+which communicates nothing, always does.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ class AllGatherMatmul(_Linear):
     backward   dy [M, n], dx_full [M, k]        dx_shard = reduce_scatter(dy @ w + dx_full)
                                                 dw = dy.T @ x_full                        db = sum of dy's rows
 
-    x_full is an output only if it is kept. Otherwise the backward pass gathers x_shard again, in one collective issued
-    first. With overlap, dy @ w runs meanwhile; with the ring only its first two parts, which the first step waits for.
+    If x_full is kept, it is an output, so that derivatives reach it; dx_full is its cotangent. Otherwise the backward
+    pass gathers x_shard again, in one collective issued first. With overlap, dy @ w runs meanwhile; with the ring only
+    its first two parts, since the ring's steps come after the gather.
     """
 
     @staticmethod

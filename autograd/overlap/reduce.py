@@ -55,7 +55,7 @@ class Sums:
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Issue what should come after the caller's other work: the last addition of a ring."""
+        """Issue what should come after the other work of the pass: the last addition of a ring."""
 
 
 class _Ring(Sums):
@@ -134,7 +134,8 @@ class SlicedReduceScatter(Sums):
 
 
 class RingReduceScatter(_Ring):
-    """This rank's own rows come last. Two buffers alternate: one is sent while the other is computed."""
+    """This rank's own rows come last. Two buffers alternate: one is sent while the other is computed, and the sum that
+    arrives is added only after that."""
 
     def __init__(self, p: Pass, out: Tensor, dtype: torch.dtype | None) -> None:
         super().__init__(p, out, dtype)
@@ -187,7 +188,7 @@ class AllReduce(Sums):
 class ExchangeAllReduce(Sums):
     """Each rank sums its shard of a slice; an all-gather distributes the result.
 
-    Shards have equal sizes: the last one may end with uninitialized rows, which are not read."""
+    Shards have equal sizes: the last one may end with uninitialized rows, which do not reach `out`."""
 
     def __init__(self, p: Pass, out: Tensor, dtype: torch.dtype | None) -> None:
         super().__init__(p, out, dtype)

@@ -90,7 +90,7 @@ class Trace(Observer):
     def __init__(self) -> None:
         # Passes of several threads need no lock: each has its own list of work, and each change of what they share is
         # one operation on a list or a dict, which is atomic.
-        # Begin and work of each pass that runs, with marks in place of seconds; weak, since a failed pass never closes.
+        # Begin and work of each running pass, with marks in place of seconds; weak: after an error it may not close.
         self._open: weakref.WeakKeyDictionary[Lanes, tuple[Any, list[Interval]]] = weakref.WeakKeyDictionary()
         self._closed: list[Operation | tuple[Any, ...]] = []  # the arguments of _timed, until the operation is read
 
@@ -134,7 +134,7 @@ def recording() -> contextlib.AbstractContextManager[Trace]:
     return _observed_by(Trace())
 
 
-_UNSEEN = "no overlap observed: not called, no backward pass, or compiled (torch.compile disables overlap)"
+_UNSEEN = "no overlap observed: not called, no backward pass, compiled, or too small under autocast"
 _HEADINGS = ("layer", "pass", "chosen", "calls", "comm us", "mm us", "wall us", "exposed us", "efficiency")
 _LINE = "{:{width}}  {:8}  {:12}  {:>5}  {:>9}  {:>9}  {:>9}  {:>10}  {:>10}"
 

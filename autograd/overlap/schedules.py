@@ -21,7 +21,8 @@ MIN_ROWS = {"cpu": 32, "cuda": 512}  # of all ranks together, for a layer and fo
 
 
 class Schedule(NamedTuple):
-    """method: "off", "bulk", "slices", "exchange" or "ring". chunks: number of slices of "slices" and "exchange"."""
+    """method: "off", "bulk", "slices", "exchange" or "ring". chunks: number of slices of "slices" and "exchange", of
+    ranks for "ring"."""
 
     method: str
     chunks: int = 1

@@ -45,7 +45,8 @@ def nanoseconds_between(begin: Any, end: Any) -> int:
 
 
 class Round:
-    """The calls from `start` on, in which each of `ways` runs twice.
+    """The calls from `start` on, in which each of `ways` runs twice. Without ways, it is a call that only exchanges the
+    times of earlier ones.
 
     marks  schedule -> (begin, end) of its second pass, unless that raised"""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
@@ -41,6 +42,21 @@ def report_of_a_pass_that_runs(comm: Communicator) -> str:
 
 def test_a_layer_whose_pass_still_runs_is_not_listed_as_not_called(ranks: RankPool) -> None:
     assert ranks.run(2, report_of_a_pass_that_runs) == ["overlap: no layer with overlap ran"] * 2
+
+
+def step_with_a_report_on_rank_0(comm: Communicator) -> tuple[str, bool]:
+    layer = ad.RowParallelLinear(64, 64, comm, sequence_parallel=True)
+    x = torch.ones(64, 64 // comm.size, requires_grad=True)
+    report = ad.overlap.report() if comm.rank == 0 else contextlib.nullcontext()
+    with torch.autocast("cpu", torch.bfloat16), report:
+        y = layer(x)
+    y.float().sum().backward()
+    return type(y.grad_fn).__name__, x.grad is not None
+
+
+def test_a_report_on_one_rank_changes_no_pass(ranks: RankPool) -> None:
+    first, second = ranks.run(2, step_with_a_report_on_rank_0)
+    assert first == second == ("AddBackward0", True)
 
 
 def report_of_steps(comm: Communicator) -> tuple[list[Row], str, list[str]]:
