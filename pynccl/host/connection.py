@@ -46,12 +46,14 @@ class Label(NamedTuple):
 
 
 class Status(NamedTuple):
-    """What a rank waits for, as sent to its peers."""
+    """What a rank waits for, as sent to one of its peers."""
 
     call: str
     round: int  # sequence number of its collective; 0 if it is in sends and receives
     messages: list[tuple[bool, int, int]]  # its sends and receives: (is send, peer, sequence number)
     needs: list[int]  # the ranks that it waits for
+    sent: int  # number of messages to the peer that it has begun to send, also in earlier calls
+    received: int  # of those from the peer that it has begun to receive
 
 
 def header_text(text: str) -> bytes:

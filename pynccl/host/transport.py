@@ -253,7 +253,7 @@ class Transport:
         last_error.text = f"{call} still waits for ranks {list(ranks)}"
         with self.control_lock:
             for connection in self._connections.values():
-                connection.send_control([STATUS, self._activity.status(ranks)])
+                connection.send_control([STATUS, self._activity.status(ranks, connection.peer)])
 
     def poll(self) -> None:
         """Raise TransportFailure if a peer has failed or its process has exited. Callable from any thread."""

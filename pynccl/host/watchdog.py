@@ -40,15 +40,16 @@ class Activity:
         self.messages.append((sending, peer, counters[peer]))
         return counters[peer]
 
-    def status(self, needs: Sequence[int]) -> Status:
-        return Status(self.describe(), self.round, self.messages, list(needs))
+    def status(self, needs: Sequence[int], peer: int) -> Status:
+        return Status(self.describe(), self.round, self.messages, list(needs), self.sent[peer], self.received[peer])
 
 
 def disagreement(rank: int, mine: Activity, peer: int, theirs: Status) -> TransportFailure | None:
     """Compare this rank's call with that of `peer`, when each waits for the other. None if the calls may match.
 
     They disagree if they have the same sequence number and differ, or if the peer waits for a call that this rank
-    cannot reach before the peer proceeds."""
+    cannot reach before the peer proceeds. It can if the peer has begun its part of this call: the rest is on its way,
+    which may take seconds if packets are lost."""
     call = mine.describe()
     same_round = mine.round and mine.round == theirs.round and call != theirs.call
     if mine.round:
@@ -57,7 +58,9 @@ def disagreement(rank: int, mine: Activity, peer: int, theirs: Status) -> Transp
             for sending, to, number in theirs.messages
         )
     else:
-        unmet = theirs.round > mine.rounds
+        ours = [(sending, number) for sending, to, number in mine.messages if to == peer]
+        begun = bool(ours) and all(number <= (theirs.received if sending else theirs.sent) for sending, number in ours)
+        unmet = theirs.round > mine.rounds and not begun
     return call_mismatch(rank, call, peer, theirs.call) if same_round or (unmet and rank in theirs.needs) else None
 
 

@@ -12,6 +12,7 @@ from host_calls import CallFailed, Ranks, address, call, check_fails, get_int, i
 from torch import Tensor
 
 from pynccl.bindings.abi import DataType, RedOp, Result
+from pynccl.host.watchdog import Activity, disagreement
 
 pytestmark = pytest.mark.usefixtures("transport")
 INT32, FLOAT32, SUM = DataType.INT32, DataType.FLOAT32, RedOp.SUM
@@ -51,6 +52,23 @@ def test_mismatched_calls_are_named(pair: Ranks, calls: tuple[Call, Call]) -> No
         for rank, (name, *arguments) in enumerate(calls):
             count = f"count={arguments[0]}" if arguments else ""
             assert f"rank {rank} calls {name}({count}" in text
+
+
+@pytest.mark.parametrize("exchanges", [0, 1])
+def test_calls_agree_while_a_message_is_on_its_way(exchanges: int) -> None:
+    """Rank 0 has done its part of an exchange and waits in the next call; rank 1 still waits for a lost packet."""
+    ahead, behind = Activity(2), Activity(2)
+    ahead.begin(lambda: "exchange")
+    for _ in range(exchanges):
+        ahead.begin_message(True, 1)
+        ahead.begin_message(False, 1)
+    behind.begin(lambda: "exchange")
+    behind.begin_message(True, 0)
+    behind.begin_message(False, 0)
+    ahead.begin(lambda: "all_reduce")
+    ahead.begin_collective()
+    found = disagreement(1, behind, 0, ahead.status([1], 1)), disagreement(0, ahead, 1, behind.status([0], 0))
+    assert [one is None for one in found] == [exchanges == 1] * 2
 
 
 @pytest.mark.parametrize(("sent", "expected"), [(4, 8), (8, 4), (500_000, 4), (4, 500_000)])
