@@ -15,8 +15,8 @@ class OverlapConfig:
     """How one layer overlaps. Every rank must pass the same one. A field that is None is chosen automatically.
 
     method           "auto"      a race: off, bulk, 2, 4 and 8 slices and the ring run twice in each of 10 rounds, in
-                                 the first 262 calls of a pass, 282 on a GPU; most leave after 2 or 4 rounds. Then all ranks keep
-                                 the fastest; "off", unless another one takes 3% less in the median and less
+                                 the first 262 calls of a pass, 282 on a GPU; most leave after 2 or 4 rounds. Then all
+                                 ranks keep the fastest; "off", unless another one takes 3% less in the median and less
                                  than "off" in two thirds of the rounds
                      "slices"    `chunks` collectives, each of a slice of every rank's rows
                      "ring"      N-1 steps of send and recv, each of one rank's rows; twice as many for an all-reduce
