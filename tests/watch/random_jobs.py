@@ -1,0 +1,691 @@
+"""Random jobs that finish, one fault in each, and the ranks that the verdict may name."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from simulator import BY_ALL, BY_NAME, MESSAGES, Comm, Job, Op, Step, Truth
+from watched import NOW
+
+STREAMS = (1, 2)
+SIDE_STREAM = 3
+COLLECTIVES = ("all_reduce", "all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier")
+DTYPES = ("FLOAT32", "BFLOAT16")
+
+
+@dataclass
+class Draft:
+    """A random job before it is played: the programs of all ranks follow one global order, so it finishes.
+
+    main, side  the steps of each rank's main thread, and of its second thread"""
+
+    rng: random.Random
+    size: int
+    cuda: bool
+    comms: dict[str, Comm] = field(default_factory=dict)
+    main: list[list[Step]] = field(default_factory=list)
+    side: dict[int, list[Step]] = field(default_factory=dict)
+    usable: list[str] = field(default_factory=list)
+    line: int = 10
+    owed: list[tuple[int, int, str, Op]] = field(default_factory=list)  # source, target, route, its send
+    exits: bool = False
+    broken: tuple[str, int] = ("", 0)
+    hidden: int = -1  # the rank whose record is missing
+
+    def job(self) -> Job:
+        threads = [(rank, steps) for rank, steps in enumerate(self.main)] + list(self.side.items())
+        job = Job(self.comms.values(), threads, self.rng.randrange(1 << 30), self.cuda)
+        job.exits, job.broken = self.exits, self.broken
+        if self.hidden >= 0:
+            job.ranks[self.hidden].recorded = False
+        return job
+
+    def copy(self) -> Draft:
+        main, side = [list(steps) for steps in self.main], {rank: list(steps) for rank, steps in self.side.items()}
+        return dataclasses.replace(self, main=main, side=side)
+
+    # Emit steps
+
+    def emit(self, rank: int, *ops: Op, blocking: bool = False) -> None:
+        """Add a call or a group, which blocks or goes to a stream."""
+        rng = self.rng
+        stream = 0 if blocking or (not self.cuda and rng.random() < 0.5) else rng.choice(STREAMS)
+        self.main[rank].append(Step(ops, stream, line=ops[0].line))
+        if stream and rng.random() < 0.3:
+            self.main[rank].append(Step(act="wait", streams=(stream,)))
+
+    def collective(self, name: str) -> Op:
+        rng = self.rng
+        self.line += 1
+        operation = rng.choice(COLLECTIVES)
+        if operation == "barrier":
+            return Op(name, operation, self.line)
+        op = rng.choice(("SUM", "MAX")) if "reduce" in operation else ""
+        root = rng.randrange(len(self.comms[name].ranks)) if operation == "broadcast" else -1
+        return Op(name, operation, self.line, rng.choice((1024, 4096)), rng.choice(DTYPES), op, root)
+
+    def message(self, name: str, operation: str, peer: int, count: int) -> Op:
+        return Op(name, operation, self.line, count, "FLOAT32", peer=peer)
+
+
+def draw(rng: random.Random) -> Draft:
+    """Return a random job."""
+    size = rng.choice((2, 3, 3, 4, 4, 5, 6))
+    draft = Draft(rng, size, rng.random() < 0.4, main=[[] for _ in range(size)])
+    _make_comms(draft)
+    plans: list[Callable[[Draft], None]] = [_collective] * 9
+    plans += [_two_in_a_group, _exchange, _batch, _message, _signal, _early_recv, _early_recv, _settle, _settle]
+    if rng.random() < 0.35:
+        plans += [_split]
+    if rng.random() < 0.15:
+        plans += [_init]
+    for _ in range(rng.randint(6, 14)):
+        rng.choice(plans)(draft)
+    if rng.random() < 0.3:
+        _side_threads(draft)
+    if rng.random() < 0.2:
+        _by_all(draft, rng.choice(("shrink", "grow")))
+    while draft.owed:
+        _settle(draft)
+    for rank in range(size):
+        draft.main[rank].append(Step(act="wait", streams=STREAMS))
+    if rng.random() < 0.4:
+        _tear_down(draft)
+    return draft
+
+
+def _make_comms(draft: Draft) -> None:
+    rng, size = draft.rng, draft.size
+    comms = [Comm("world", tuple(range(size)), listed=rng.random() < 0.5, made=rng.random() < 0.6)]
+    if size >= 4 and size % 2 == 0 and rng.random() < 0.7:
+        half = size // 2
+        comms += [Comm(f"tp{i}", tuple(range(i * half, i * half + half)), parent="world") for i in range(2)]
+        comms += [Comm(f"dp{i}", (i, i + half), parent="world") for i in range(half)]
+    elif size > 2:
+        comms.append(Comm("pair", tuple(sorted(rng.sample(range(size), 2))), parent="world"))
+        comms.append(Comm("some", tuple(sorted(rng.sample(range(size), size - 1))), parent="world"))
+    made = comms[0].made
+    draft.comms = {comm.name: dataclasses.replace(comm, made=made or comm is comms[0]) for comm in comms}
+    draft.comms["world"] = comms[0]
+    draft.usable = ["world"]
+    if made:
+        draft.usable = [*draft.comms]
+        return
+    for rank in range(size):
+        draft.main[rank].append(Step((Op("world", "init", 3),), line=3))
+    others = [comm for comm in comms if comm is not comms[0]]
+    for comm in others:  # each is made by a further init
+        draft.comms[comm.name] = dataclasses.replace(comm, made=False, parent="")
+        _join(draft, comm.name)
+
+
+def _join(draft: Draft, name: str) -> None:
+    draft.line += 1
+    for rank in draft.comms[name].ranks:
+        draft.main[rank].append(Step((Op(name, "init", draft.line),), line=draft.line))
+    draft.usable.append(name)
+
+
+def _collective(draft: Draft) -> None:
+    name = draft.rng.choice(draft.usable)
+    op = draft.collective(name)
+    for rank in draft.comms[name].ranks:
+        draft.emit(rank, op, blocking=op.operation == "barrier")
+
+
+def _two_in_a_group(draft: Draft) -> None:
+    """Two collectives of two communicators in one group, in any order."""
+    names = draft.rng.sample(draft.usable, 2) if len(draft.usable) > 1 else draft.usable * 2
+    pair = [draft.collective(name) for name in names]
+    for rank in range(draft.size):
+        ops = [op for op in pair if rank in draft.comms[op.comm].ranks]
+        if names[0] != names[1]:
+            draft.rng.shuffle(ops)
+        if ops:
+            draft.emit(rank, *ops)
+
+
+def _two(draft: Draft) -> tuple[str, int, int]:
+    """Return a communicator and two of its ranks."""
+    name = draft.rng.choice(draft.usable)
+    draft.line += 1
+    first, second = draft.rng.sample(range(len(draft.comms[name].ranks)), 2)
+    return name, first, second
+
+
+def _message(draft: Draft) -> None:
+    name, source, target = _two(draft)
+    count, ranks = draft.rng.choice((8, 16)), draft.comms[name].ranks
+    draft.emit(ranks[source], draft.message(name, "send", target, count))
+    draft.emit(ranks[target], draft.message(name, "recv", source, count))
+
+
+def _exchange(draft: Draft) -> None:
+    """Two ranks send and receive, in opposite orders."""
+    name, first, second = _two(draft)
+    ranks, counts = draft.comms[name].ranks, draft.rng.choices((8, 16), k=2)
+    for count, source, target in ((counts[0], first, second), (counts[1], second, first)):
+        draft.emit(ranks[first], draft.message(name, "send" if source == first else "recv", second, count))
+        draft.emit(ranks[second], draft.message(name, "recv" if target == second else "send", first, count))
+
+
+def _batch(draft: Draft) -> None:
+    """Each rank sends to the next one, in a group with its recv."""
+    name = draft.rng.choice(draft.usable)
+    draft.line += 1
+    ranks = draft.comms[name].ranks
+    n = len(ranks)
+    for at, rank in enumerate(ranks):
+        ops = [draft.message(name, "send", (at + 1) % n, 8), draft.message(name, "recv", (at - 1) % n, 8)]
+        draft.rng.shuffle(ops)
+        draft.emit(rank, *ops)
+
+
+def _signal(draft: Draft) -> None:
+    name, source, target = _two(draft)
+    ranks = draft.comms[name].ranks
+    draft.emit(ranks[source], Op(name, "signal", draft.line, peer=target))
+    draft.emit(ranks[target], Op(name, "wait_signal", draft.line, peer=source))
+
+
+def _early_recv(draft: Draft) -> None:
+    """Post a recv whose send comes later. It has a communicator and a stream of its own."""
+    source, target = draft.rng.sample(range(draft.size), 2)
+    name = f"route{len(draft.comms)}"
+    route = not draft.cuda or draft.rng.random() < 0.5
+    draft.comms[name] = Comm(name, (source, target), parent="world", route=route)
+    draft.line += 1
+    count = draft.rng.choice((8, 16))
+    draft.main[target].append(Step((draft.message(name, "recv", 0, count),), 10 + len(draft.comms), line=draft.line))
+    draft.owed.append((source, target, name, draft.message(name, "send", 1, count)))
+
+
+def _settle(draft: Draft) -> None:
+    """Send the message for which a recv was posted, and wait for it."""
+    if not draft.owed:
+        return
+    source, target, name, send = draft.owed.pop(draft.rng.randrange(len(draft.owed)))
+    draft.line += 1
+    stream = next(step.stream for step in draft.main[target] for op in step.ops if op.comm == name)
+    draft.main[source].append(Step((dataclasses.replace(send, line=draft.line),), stream, line=draft.line))
+    draft.main[source].append(Step(act="wait", streams=(stream,)))
+    draft.main[target].append(Step(act="wait", streams=(stream,)))
+
+
+def _split(draft: Draft) -> None:
+    """Split the world into two parts."""
+    name = f"split{len(draft.comms)}"
+    some = sorted(draft.rng.sample(range(draft.size), draft.rng.randint(1, draft.size - 1)))
+    parts = {f"{name}-0": tuple(some), f"{name}-1": tuple(set(range(draft.size)) - set(some))}
+    draft.line += 1
+    for rank in range(draft.size):
+        makes = tuple(part for part, ranks in parts.items() if rank in ranks)
+        draft.main[rank].append(Step((Op("world", "split", draft.line, makes=makes),), line=draft.line))
+    for part, ranks in parts.items():
+        draft.comms[part] = Comm(part, ranks, parent="world", listed=False, made=False)
+        if len(ranks) > 1:
+            draft.usable.append(part)
+
+
+def _init(draft: Draft) -> None:
+    """Make a communicator of some ranks."""
+    name = f"late{len(draft.comms)}"
+    ranks = tuple(sorted(draft.rng.sample(range(draft.size), draft.rng.randint(2, draft.size))))
+    draft.comms[name] = Comm(name, ranks, made=False)
+    _join(draft, name)
+
+
+def _by_all(draft: Draft, operation: str, name: str = "world") -> None:
+    ranks = draft.comms[name].ranks
+    draft.line += 1
+    excluded = (draft.rng.randrange(len(ranks)),) if operation == "shrink" and len(ranks) > 2 else ()
+    for at, rank in enumerate(ranks):
+        if at not in excluded:
+            step = Step((Op(name, operation, draft.line, excluded=excluded),), line=draft.line)
+            draft.main[rank].append(step)
+
+
+def _tear_down(draft: Draft) -> None:
+    finalizes = draft.rng.random() < 0.5
+    for name in draft.usable[::-1]:
+        for operation in ("finalize", "destroy") if finalizes else ("destroy",):
+            _by_all(draft, operation, name)
+    draft.exits = draft.rng.random() < 0.5
+
+
+def _side_threads(draft: Draft) -> None:
+    """Second threads, which use communicators of their own."""
+    rng = draft.rng
+    ranks = tuple(sorted(rng.sample(range(draft.size), rng.randint(2, draft.size))))
+    for name in ("side0", "side1"):
+        draft.comms[name] = Comm(name, ranks, parent="world")
+    draft.side = {rank: [] for rank in ranks}
+    for _ in range(rng.randint(2, 5)):
+        op = draft.collective(rng.choice(("side0", "side1")))
+        for rank in ranks:
+            stream = SIDE_STREAM if draft.cuda and op.operation != "barrier" else 0
+            draft.side[rank].append(Step((op,), stream, line=op.line))
+            if stream:
+                draft.side[rank].append(Step(act="wait", streams=(SIDE_STREAM,)))
+
+
+# Faults
+
+
+@dataclass
+class Faulty:
+    """A job with one fault.   rank: the faulty one, -1: none; exact: only it may be named"""
+
+    draft: Draft
+    rank: int
+    exact: bool
+
+
+def _pick(draft: Draft, rng: random.Random, fits: Callable[[Step], bool]) -> tuple[int, list[Step], int] | None:
+    """Return a rank, the steps of one of its threads and the index of one that fits."""
+    rank = rng.randrange(draft.size)
+    steps = draft.side[rank] if rank in draft.side and rng.random() < 0.3 else draft.main[rank]
+    places = [at for at, step in enumerate(steps) if fits(step)]
+    return (rank, steps, rng.choice(places)) if places else None
+
+
+def _calls(step: Step) -> bool:
+    return bool(step.ops)
+
+
+def _argument(step: Step) -> bool:
+    return len(step.ops) > 0 and step.ops[0].numbered and step.ops[0].operation not in BY_NAME
+
+
+def _messages(step: Step) -> bool:
+    return any(op.operation in MESSAGES for op in step.ops)
+
+
+def _drop(draft: Draft, steps: list[Step], after: int, name: str) -> None:
+    """The thread uses this communicator, and those made of it, no more."""
+    gone = {name}
+    for step in steps[after:]:
+        gone |= {made for op in step.ops if op.comm in gone for made in op.makes}
+        if any(op.operation == "init" and op.comm in gone for op in step.ops):
+            gone |= {comm.name for comm in draft.comms.values() if comm.parent == name and not comm.made}
+    kept = []
+    for step in steps[after:]:
+        ops = tuple(op for op in step.ops if op.comm not in gone)
+        if ops or not step.ops:
+            kept.append(dataclasses.replace(step, ops=ops))
+    steps[after:] = kept
+
+
+def _insert(*acts: str) -> Callable[[Draft, random.Random], Faulty | None]:
+    def fault(draft: Draft, rng: random.Random) -> Faulty | None:
+        if (found := _pick(draft, rng, lambda step: True)) is None:
+            return None
+        rank, steps, at = found
+        steps.insert(at, Step(act=rng.choice(acts)))
+        return Faulty(draft, rank, True)
+
+    return fault
+
+
+def _no_record(draft: Draft, rng: random.Random) -> Faulty | None:
+    found = _insert("freeze")(draft, rng)
+    draft.hidden = found.rank if found is not None else -1
+    return found
+
+
+def _kill_inside(draft: Draft, rng: random.Random) -> Faulty | None:
+    if (found := _pick(draft, rng, _calls)) is None:
+        return None
+    rank, steps, at = found
+    steps[at] = dataclasses.replace(steps[at], act="kill inside")
+    return Faulty(draft, rank, True)
+
+
+def _absent(draft: Draft, rng: random.Random) -> Faulty | None:
+    """A rank does not join an init or a split."""
+    if (found := _pick(draft, rng, lambda s: _calls(s) and s.ops[0].operation in ("init", "split"))) is None:
+        return None
+    rank, steps, at = found
+    if rng.random() < 0.5:
+        steps.insert(at, Step(act="sleep"))
+        return Faulty(draft, rank, True)
+    op = steps[at].ops[0]
+    for name in op.makes or (op.comm,):
+        _drop(draft, steps, at + 1, name)
+    del steps[at]
+    return Faulty(draft, rank, False)
+
+
+def _goes_on(draft: Draft, rng: random.Random) -> Faulty | None:
+    if (found := _pick(draft, rng, _calls)) is None:
+        return None
+    rank, steps, at = found
+    _drop(draft, steps, at, steps[at].ops[0].comm)
+    return Faulty(draft, rank, False)
+
+
+def _call_fails(draft: Draft, rng: random.Random) -> Faulty | None:
+    """A call raises. The rank sleeps, ends, or goes on with other communicators."""
+    if (found := _pick(draft, rng, lambda s: _calls(s) and s.ops[0].operation not in ("signal", "init"))) is None:
+        return None
+    rank, steps, at = found
+    names = dict.fromkeys(name for op in steps[at].ops for name in (op.comm, *op.makes))
+    steps[at] = dataclasses.replace(steps[at], act="fail")
+    for name in names:
+        _drop(draft, steps, at + 1, name)
+    then = rng.choice(("sleep", "raise", ""))
+    if then:
+        steps.insert(at + 1, Step(act=then))
+    return Faulty(draft, rank, True)
+
+
+def _omitted(draft: Draft, rng: random.Random) -> Faulty | None:
+    if (found := _pick(draft, rng, lambda s: _calls(s) and s.ops[0].operation not in MESSAGES)) is None:
+        return None
+    rank, steps, at = found
+    op = steps[at].ops[0]
+    if op.operation in ("init", "split"):
+        return None
+    del steps[at]
+    return Faulty(draft, rank, False)
+
+
+def _extra(draft: Draft, rng: random.Random) -> Faulty | None:
+    if (found := _pick(draft, rng, _argument)) is None:
+        return None
+    rank, steps, at = found
+    op = steps[at].ops[0]
+    if rng.random() < 0.5:
+        op = dataclasses.replace(draft.collective(op.comm), line=77)
+    steps.insert(at, Step((op,), 0 if op.operation == "barrier" else steps[at].stream, line=77))
+    return Faulty(draft, rank, False)
+
+
+def _swapped(draft: Draft, rng: random.Random) -> Faulty | None:
+    if (found := _pick(draft, rng, _calls)) is None:
+        return None
+    rank, steps, at = found
+    later = []
+    for other in range(at, min(at + 6, len(steps))):
+        if any(op.operation in ("init", "split", *BY_ALL) for op in steps[other].ops):
+            break
+        later += [other] if steps[other].ops and other > at else []
+    if not later:
+        return None
+    other = rng.choice(later)
+    steps[at], steps[other] = steps[other], steps[at]
+    return Faulty(draft, rank, False)
+
+
+def _another_argument(draft: Draft, rng: random.Random) -> Faulty | None:
+    if (found := _pick(draft, rng, _argument)) is None:
+        return None
+    rank, steps, at = found
+    op, *rest = steps[at].ops
+    size = len(draft.comms[op.comm].ranks)
+    changes: list[dict[str, str | int]] = [{"count": op.count + 7}, {"dtype": "INT8"}]
+    changes += [{"op": "PROD"}] if op.op else []
+    changes += [{"root": (op.root + 1) % size}] if op.root >= 0 else []
+    changes += [{"operation": "all_to_all", "op": "", "root": -1}]
+    steps[at] = dataclasses.replace(
+        steps[at], ops=(dataclasses.replace(op, line=77, **rng.choice(changes)), *rest)  # type: ignore[arg-type]
+    )
+    return Faulty(draft, rank, False)
+
+
+def _change_message(draft: Draft, rng: random.Random, change: Callable[[Op], Op | None]) -> Faulty | None:
+    if (found := _pick(draft, rng, _messages)) is None:
+        return None
+    rank, steps, at = found
+    ops = list(steps[at].ops)
+    which = rng.choice([i for i, op in enumerate(ops) if op.operation in MESSAGES])
+    changed = change(ops[which])
+    if changed is ops[which]:
+        return None
+    ops[which : which + 1] = [changed] if changed is not None else []
+    if ops:
+        steps[at] = dataclasses.replace(steps[at], ops=tuple(ops))
+    else:
+        del steps[at]
+    return Faulty(draft, rank, False)
+
+
+def _wrong_peer(draft: Draft, rng: random.Random) -> Faulty | None:
+    def change(op: Op) -> Op:
+        ranks = draft.comms[op.comm].ranks
+        others = [peer for peer in range(len(ranks)) if peer != op.peer]
+        return dataclasses.replace(op, peer=rng.choice(others), line=77) if len(ranks) > 2 else op
+
+    found = _change_message(draft, rng, change)
+    if found is None:
+        return None
+    own = [op for step in draft.main[found.rank] for op in step.ops if op.line == 77]
+    return found if all(draft.comms[op.comm].ranks[op.peer] != found.rank for op in own) else None
+
+
+def _wrong_size(draft: Draft, rng: random.Random) -> Faulty | None:
+    return _change_message(draft, rng, lambda op: dataclasses.replace(op, count=op.count + 5, line=77))
+
+
+def _send_omitted(draft: Draft, rng: random.Random) -> Faulty | None:
+    return _change_message(draft, rng, lambda op: None)
+
+
+def _crossed_messages(draft: Draft, rng: random.Random) -> Faulty | None:
+    def fits(at: int) -> bool:
+        if at + 1 >= len(steps) or len(steps[at].ops) != 1 or len(steps[at + 1].ops) != 1:
+            return False
+        first, second = steps[at].ops[0], steps[at + 1].ops[0]
+        return (
+            {first.operation, second.operation} == set(MESSAGES)
+            and (first.comm, first.peer) == (second.comm, second.peer)
+            and not draft.comms[first.comm].route
+        )
+
+    rank = rng.randrange(draft.size)
+    steps = draft.main[rank]
+    places = [at for at in range(len(steps)) if fits(at)]
+    if not places:
+        _exchange(draft)
+        return None
+    at = rng.choice(places)
+    steps[at], steps[at + 1] = steps[at + 1], steps[at]
+    return Faulty(draft, rank, False)
+
+
+def _ended_early(draft: Draft, rng: random.Random) -> Faulty | None:
+    """A rank destroys a communicator, which waits for the others, or aborts it, which does not."""
+    if (found := _pick(draft, rng, _calls)) is None:
+        return None
+    rank, steps, at = found
+    op = steps[at].ops[0]
+    if op.operation == "init" or draft.comms[op.comm].route:
+        return None
+    _drop(draft, steps, at, op.comm)
+    if rng.random() < 0.5:
+        steps.insert(at, Step((Op(op.comm, "destroy", 77),), line=77))
+        return Faulty(draft, rank, False)
+    steps.insert(at, Step((Op(op.comm, "destroy", 77),), act="abort", line=77))
+    return Faulty(draft, rank, True)
+
+
+def _never_sent(draft: Draft, rng: random.Random) -> Faulty | None:
+    """An early irecv is never matched, and nobody waits for it: no fault."""
+    target, source = rng.sample(range(draft.size), 2)
+    name = f"route{len(draft.comms)}"
+    draft.comms = {**draft.comms, name: Comm(name, (source, target), parent="world", route=True)}
+    step = Step((draft.message(name, "recv", 0, 8),), 50 + len(draft.comms), line=77)
+    draft.main[target].insert(rng.randrange(len(draft.main[target])), step)
+    return Faulty(draft, -1, True)
+
+
+def _no_signal(draft: Draft, rng: random.Random) -> Faulty | None:
+    if (found := _pick(draft, rng, lambda s: _calls(s) and s.ops[0].operation == "signal")) is None:
+        _signal(draft)
+        return None
+    rank, steps, at = found
+    del steps[at]
+    return Faulty(draft, rank, False)
+
+
+def _stalled(draft: Draft, rng: random.Random) -> Faulty | None:
+    """A collective that all ranks have entered never completes."""
+    if (found := _pick(draft, rng, lambda s: len(s.ops) == 1 and _argument(s))) is None:
+        return None
+    rank, steps, at = found
+    name = steps[at].ops[0].comm
+    draft.broken = name, 1 + sum(op.comm == name and op.numbered for step in steps[:at] for op in step.ops)
+    return Faulty(draft, -1, True)
+
+
+FAULTS: dict[str, Callable[[Draft, random.Random], Faulty | None]] = {
+    "asleep": _insert("sleep", "freeze"),
+    "asleep without a record": _no_record,
+    "killed": _insert("kill"),
+    "killed inside a call": _kill_inside,
+    "killed, a peer's NCCL fails": _insert("kill"),
+    "stopped": _insert("stop"),
+    "own exception": _insert("raise", "exit"),
+    "exception caught, goes on": _goes_on,
+    "its call raises": _call_fails,
+    "call omitted": _omitted,
+    "extra call": _extra,
+    "calls swapped": _swapped,
+    "another argument": _another_argument,
+    "message to another peer": _wrong_peer,
+    "message of another size": _wrong_size,
+    "message omitted": _send_omitted,
+    "crossed messages": _crossed_messages,
+    "communicator ended early": _ended_early,
+    "not in init or split": _absent,
+    "irecv never matched": _never_sent,
+    "no signal": _no_signal,
+    "network stalls": _stalled,
+}
+
+
+@dataclass
+class Case:
+    """A played job with a fault, what is true about it, and whether the others have given up since."""
+
+    seed: int
+    fault: str
+    job: Job
+    rank: int
+    exact: bool
+    truth: Truth
+    gave_up: bool = False
+
+
+def make(seed: int, only: str = "") -> Case:
+    """Return the job of a seed, with the fault `only` or the seed's own. The same job without it finishes."""
+    name = only or list(FAULTS)[seed % len(FAULTS)]
+    rng = random.Random(f"{seed} {name}")
+    harmless = rng.random() < 0.05
+    while True:
+        draft = draw(rng)
+        for _ in range(12):
+            found = FAULTS[name](draft.copy(), rng)
+            if found is None:
+                continue
+            clean = draft.job()
+            assert clean.play(), f"seed {seed}: the job does not finish without its fault"
+            job = found.draft.job()
+            job.play()
+            truth = Truth(job)
+            ends = any(process.state != "running" and process.ending != "CLEAN" for process in job.ranks)
+            if truth.waiting or ends or harmless or name == "irecv never matched":
+                case = Case(seed, name, job, found.rank, found.exact, truth)
+                _consequences(case, rng)
+                return case
+
+
+def _consequences(case: Case, rng: random.Random) -> None:
+    """In a part of the jobs, ranks that wait give up, and their processes end."""
+    nccl = case.fault == "killed, a peer's NCCL fails"
+    if not case.truth.waiting or (not nccl and rng.random() < 0.5):
+        return
+    case.gave_up = True
+    waiting = sorted(case.truth.waiting)
+    chosen = waiting if rng.random() < 0.6 else rng.sample(waiting, rng.randint(1, len(waiting)))
+    dead = [rank for rank, process in enumerate(case.job.ranks) if process.state == "dead"]
+    lost = case.rank if case.rank in dead else -1
+    for order, rank in enumerate(rng.sample(chosen, len(chosen))):
+        _give_up(case.job, rank, NOW - 30 + order * 0.5, rng, lost, nccl)
+    culprit = case.job.ranks[case.rank] if case.rank >= 0 else None
+    if culprit is not None and len(chosen) == len(waiting) and culprit.state != "dead" and rng.random() < 0.5:
+        for process in case.job.ranks:  # the launcher kills the others
+            if process.state != "dead":
+                process.state, process.ending, process.end = "dead", "KILLED", rng.choice(("", "SIGTERM"))
+                process.heartbeat = NOW - 10
+                process.end_at = NOW - 10 if process.end else 0.0
+
+
+def _give_up(job: Job, rank: int, now: float, rng: random.Random, lost: int, nccl: bool) -> None:
+    """A rank's wait fails because of the others."""
+    process = job.ranks[rank]
+    threads = [thread for thread in job.threads if thread.rank == rank and thread.waits and not thread.asleep]
+    thread = threads[0]
+    first = next(call for call in thread.blocked if not call.done)
+    outcomes: list[tuple[str, str, int]] = [("TIMED_OUT", "NcclTimeout: timed out after 60 s", 0)]
+    if lost >= 0:
+        outcomes.append(("PEER_LOST", f"NcclRemoteError: lost rank {lost}: it closed the connection", 0))
+    if nccl:
+        outcomes = [("NCCL_FAILED", "NcclSystemError: connection reset", 2), ("NCCL_FAILED", "NcclInternalError", 3)]
+    outcome, error, result = rng.choice(outcomes)
+    own = job.members[first.op.comm, rank]
+    peer = lost if outcome == "PEER_LOST" and rng.random() < 0.7 else -1
+    if not thread.in_wait and rng.random() < 0.7:  # the call itself raises, with its group
+        calls = job.unit_of(first).calls
+    elif not job.cuda and rng.random() < 0.3:  # the stream raises: the newest call of the communicator
+        calls = own.calls[-1:]
+    elif nccl:
+        calls = [first]
+    else:
+        outcome, error, peer, result = "ABORTED_BY_WATCHDOG", "NcclTimeout: aborted by the watchdog", -1, 0
+        calls = [call for call in own.calls if not call.done]
+        own.ended, own.ended_at = "ABORTED_BY_WATCHDOG", now
+    for call in calls:
+        job.fail(call, outcome, error, result, peer)
+        call.returned = now
+        if not call.done:
+            call.active = False
+    if rng.random() < 0.85:
+        process.state, process.ending, process.end, process.end_at = "dead", "CALL_FAILED", error, now + 0.1
+        process.failed_in, process.heartbeat = (first.op.comm, calls[-1].entry), now
+        for (_, owner), member in job.members.items():
+            if owner == rank and not member.ended:
+                member.ended, member.ended_at = "AT_EXIT", now + 0.2
+    else:
+        process.where = "/job/train.py:60 handle"
+
+
+def allowed(case: Case) -> tuple[set[int], set[int]]:
+    """Return the ranks that the verdict may name, and those of them that it must name."""
+    truth, rank = case.truth, {case.rank} - {-1}
+    if case.fault == "irecv never matched":
+        return set(), set()
+    if case.exact or not truth.waiting:
+        alone = case.job.ranks[case.rank].state == "running" and not truth.waiting
+        return (set(), set()) if alone else (rank, rank)
+    may = truth.sides or truth.cycle | truth.idle
+    return may, rank & may or set()
+
+
+def outcome_of(case: Case, named: set[int]) -> str:
+    """ "exact": the faulty rank and no other; "contained": with others of its cycle or mismatch; "other": the records
+    cannot tell, and another rank of those possible is named; "wrong"."""
+    may, must = allowed(case)
+    if not named <= may or not must <= named or (may and not named):
+        return "wrong"
+    if named == {case.rank} - {-1} or not may:
+        return "exact"
+    return "contained" if case.rank in named else "other"
+
+
+def ranks_of(case: Case, culprits: Sequence[tuple[str, int]]) -> set[int]:
+    """Return the global ranks of the culprits."""
+    return {case.job.comms[uid[2:]].ranks[rank] if uid else rank for uid, rank in culprits}
