@@ -7,8 +7,27 @@ rejected before NCCL is called raise `ValueError` or `TypeError`.
 from __future__ import annotations
 
 import os
+import signal
+from enum import IntEnum
 
 from .abi import Result
+
+
+class Outcome(IntEnum):
+    """How a call ended, for the flight recorder. PENDING: it has not, or has returned without an error.
+
+    RAISED, NCCL_FAILED, INTERRUPTED are causes. After the others but ABORTED_BY_PROGRAM, the rank had waited for others
+    until then: one was lost, did not come in time, or made a different call."""
+
+    PENDING = 0
+    RAISED = 1
+    NCCL_FAILED = 2
+    INTERRUPTED = 3
+    PEER_LOST = 4
+    TIMED_OUT = 5
+    ABORTED_BY_WATCHDOG = 6
+    MISMATCH = 7
+    ABORTED_BY_PROGRAM = 8
 
 
 class NcclError(RuntimeError):
@@ -19,6 +38,9 @@ class NcclError(RuntimeError):
     code: Result | None = None
     verdict = ""  # the culprit in one sentence, if the flight recorder's files show it
     _short = ""  # the message to use with a diagnosis, without generic advice
+    _outcome = Outcome.NCCL_FAILED
+    _peer = -1  # the rank that was lost, if known
+    _closing = False  # whether destroy() raised it, which runs in `finally` after another exception
 
 
 class NcclLibraryNotFound(NcclError, ImportError):
@@ -53,6 +75,7 @@ class NcclRemoteError(NcclError):
     """A peer died or the network to it failed; the communicator must be aborted."""
 
     code = Result.REMOTE_ERROR
+    _outcome = Outcome.PEER_LOST
 
 
 class NcclInProgress(NcclError):
@@ -65,6 +88,30 @@ class NcclTimeout(NcclError, TimeoutError):
     Look for the error of the rank that the message names. If it is only slow, pass a longer timeout=."""
 
     code = Result.TIMEOUT
+    _outcome = Outcome.TIMED_OUT
+
+
+def outcome_of(error: BaseException) -> tuple[Outcome, int]:
+    """Return how a call ended that raised this, and the detail: NCCL's result, the lost rank, the signal; -1: none."""
+    if isinstance(error, NcclError):
+        failed = error._outcome == Outcome.NCCL_FAILED
+        return error._outcome, int(error.code or -1) if failed else error._peer
+    if isinstance(error, KeyboardInterrupt):
+        return Outcome.INTERRUPTED, int(signal.SIGINT)
+    return Outcome.RAISED, -1
+
+
+def with_outcome(error: NcclError, outcome: Outcome, peer: int = -1) -> NcclError:
+    """Set how the call ended, where the type of the error does not say it; return the error.   peer: the lost rank"""
+    error._outcome, error._peer = outcome, peer
+    return error
+
+
+def reworded(error: NcclError, text: str) -> NcclError:
+    """Return the same error with another text."""
+    copy = type(error)(text)
+    copy.__dict__.update(error.__dict__)
+    return copy
 
 
 _BY_CODE: dict[int, type[NcclError]] = {

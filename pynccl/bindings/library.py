@@ -116,7 +116,9 @@ class Library(Shared):
     def error(self, code: int, call: str, comm: int | None = None) -> NcclError:
         """Return the exception for result `code` of `call`. Raises the one that ended it: see `raise_exception`."""
         self.raise_exception()
-        return from_result(code, call, self.error_string(code), self.last_error(comm))
+        error = from_result(code, call, self.error_string(code), self.last_error(comm))
+        failure = host_module().failure_of(comm) if self.is_host else None
+        return error if failure is None else failure.describe(error)
 
     def check(self, code: int, call: str, comm: int | None = None) -> None:
         """Raise unless `code` is ncclSuccess."""

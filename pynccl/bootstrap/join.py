@@ -18,6 +18,7 @@ from ..comm.base import comm_name
 from ..comm.communicator import Communicator
 from ..comm.init import choose_device, comm_init_rank, get_unique_id, recorded_init
 from ..interop.devices import names_no_ordinal
+from ..watch.layout import CommEnd
 from ..watch.recorder import recorder
 from ..watch.track import Identity, Track, new_track, uid_of
 from .rendezvous import Rendezvous
@@ -113,7 +114,7 @@ def meet(rendezvous: Rendezvous, config: CommConfig | None) -> Any:
     except _OF_OTHERS as error:
         raise error.with_traceback(None) from None
     if track is not None:
-        track.end("destroyed")
+        track.end(CommEnd.DESTROYED)
     return rendezvous.store
 
 

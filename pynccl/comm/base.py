@@ -18,7 +18,10 @@ from ..bindings.errors import (
     NcclRemoteError,
     NcclSystemError,
     NcclTimeout,
+    Outcome,
+    reworded,
     switch,
+    with_outcome,
 )
 from ..bindings.library import Functions, Library, gpu_count, host_module, to_pointer
 from ..bindings.resource import Shared
@@ -179,10 +182,9 @@ class Comm(Shared):
         if self._handle is None:
             if self._late:
                 raise NcclTimeout(f"this communicator was aborted, since an earlier call timed out: {self._late}")
-            raise NcclInvalidUsage(
-                f"this communicator (rank {self.rank} of {self.size} on {self.device}) was {self._end}; "
-                "make a new one with pynccl.init or pynccl.init_all"
-            )
+            text = f"this communicator (rank {self.rank} of {self.size} on {self.device}) was {self._end}; "
+            text += "make a new one with pynccl.init or pynccl.init_all"
+            raise with_outcome(NcclInvalidUsage(text), Outcome.ABORTED_BY_PROGRAM)
 
     def _check_alive_after(self) -> None:
         """Raise as `check_alive` does, after a call: if the communicator was aborted, that has ended the call."""
@@ -304,8 +306,9 @@ def explained(error: NcclError, track: Track | None) -> NcclError:
     verdict, *others = text.splitlines()
     lines = [verdict, *(line for line in others if line not in verdict)]
     first, *rest = (error._short or str(error)).splitlines()  # the diagnosis replaces generic advice
-    diagnosed = type(error)("\n".join([first, *(f"  {line}" for line in lines), *rest]))
-    diagnosed.code, diagnosed.verdict = error.code, verdict
+    diagnosed = reworded(error, "\n".join([first, *(f"  {line}" for line in lines), *rest]))
+    diagnosed.verdict = verdict
+    track.note_failure(diagnosed)
     return diagnosed
 
 

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Iterable, Sequence
 
 from ..bindings.abi import DataType, Result
-from ..bindings.errors import NcclInvalidUsage
+from ..bindings.errors import NcclInvalidUsage, Outcome, reworded, with_outcome
 from ..bindings.library import Library, gpu_count
 from ..interop.devices import cuda_core
 from ..interop.streams import is_known
@@ -51,7 +51,12 @@ def compare_texts(texts: dict[Comm, str], streams: Iterable[int] = ()) -> None:
         function, line, compared = note
         site += f" ({function} of {line})" if line else ""
     for comm, rows in exchange({comm: f"{text}{compared}\0{site}" for comm, text in texts.items()}, streams).items():
-        compare_rows(rows, comm.rank, "every rank must make the same collective calls in the same order")
+        try:
+            compare_rows(rows, comm.rank, "every rank must make the same collective calls in the same order")
+        except NcclInvalidUsage as error:
+            if comm._track is not None:  # the comparison has shown that the call would not match
+                comm._track.failed_last(error)
+            raise
 
 
 def check_not_capturing(library: Library, what: str, remedy: str, streams: Iterable[int] = ()) -> None:
@@ -92,12 +97,13 @@ def compare_rows(rows: Sequence[str], own: int, remedy: str, where: str = "") ->
     for rank, row in enumerate(rows):
         other, _, other_site = row.partition("\0")
         if other != call:
-            raise NcclInvalidUsage(
+            text = (
                 f"the ranks of this communicator disagree{where} (PYNCCL_CHECK=1):\n"
                 f"  rank {own}: {call} at {site}\n"
                 f"  rank {rank}: {other} at {other_site}\n"
                 f"  {remedy}"
             )
+            raise with_outcome(NcclInvalidUsage(text), Outcome.MISMATCH)
 
 
 def exchange(texts: dict[Comm, str], streams: Iterable[int] = ()) -> dict[Comm, list[str]]:
@@ -113,11 +119,12 @@ def exchange(texts: dict[Comm, str], streams: Iterable[int] = ()) -> dict[Comm, 
     except NcclInvalidUsage as error:
         calls = {comm.rank: text.replace("\0", " at ") for comm, text in texts.items()}
         lines = "\n".join(f"  rank {rank}: {text}" for rank, text in calls.items())
-        raise NcclInvalidUsage(
+        text = (
             f"the ranks of this communicator disagree (PYNCCL_CHECK=1), or it is no longer usable:\n{lines}\n"
             "  another rank may be making a call that is not compared, such as shrink or grow\n"
             f"  error of the comparison itself: {error}"
-        ) from error
+        )
+        raise reworded(error, text) from error
 
 
 def _exchange(texts: dict[Comm, str]) -> dict[Comm, list[str]]:

@@ -18,12 +18,13 @@ from functools import partial
 from typing import Any
 
 from ..bindings.abi import Result
-from ..bindings.errors import NcclError, NcclTimeout
+from ..bindings.errors import NcclError, NcclTimeout, reworded
 from ..bindings.library import Library, host_module
 from ..bindings.values import listed, seconds, shown
 from ..bindings.workers import call_at_exit, keep_forever, prepare_exit
 from ..watch import exit_hooks, watchdog
 from ..watch.frames import user_site
+from ..watch.layout import ENDED_AS, CommEnd
 from ..watch.track import Track
 from .base import Comm, aborted_late, explained
 from .deadline import call_with_deadline, wait_nonblocking
@@ -47,9 +48,11 @@ class ReleasedHandle:
     `memory` is kept until the C call that ends the communicator has returned, and is freed under its deadline.
     """
 
-    def __init__(self, handle: int, memory: Any = None, track: Track | None = None, end: str = "") -> None:
+    def __init__(
+        self, handle: int, memory: Any = None, track: Track | None = None, end: CommEnd = CommEnd.ABORTED
+    ) -> None:
         self.handle, self.memory = handle, memory
-        by_user = track is not None and not sys.is_finalizing() and "exit" not in end
+        by_user = track is not None and not sys.is_finalizing() and end != CommEnd.AT_EXIT
         self._track, self._end, self._site = track, end, user_site() if by_user else ""
 
     def drop(self) -> None:
@@ -91,7 +94,7 @@ def destroy(self: Comm) -> None:
     blocks = self._stopped and self.library.version >= _BLOCKS_AFTER_SHRINK
     if blocks or self.async_error() not in (Result.SUCCESS, Result.IN_PROGRESS):
         abort([self])
-        self._end = "destroyed"
+        self._end = ENDED_AS[CommEnd.DESTROYED]
         return
     for dependent in self._dependents:
         destroy(dependent)
@@ -99,7 +102,7 @@ def destroy(self: Comm) -> None:
     if not self._lock.acquire(timeout=-1 if self.timeout is None else self.timeout):
         raise NcclTimeout(f"{what}: a call in another thread has not returned for {self.timeout:g} s; call abort()")
     try:
-        released = release_handle(self, "destroyed")
+        released = release_handle(self, CommEnd.DESTROYED)
     finally:
         self._lock.release()
     if released is None:  # another thread has closed it
@@ -108,6 +111,7 @@ def destroy(self: Comm) -> None:
         with self._recorded("destroy", weight=0):
             _flush_and_destroy(self, released, what)
     except NcclError as error:
+        error._closing = True
         raise explained(error, self._track) from None
 
 
@@ -117,7 +121,7 @@ def _flush_and_destroy(comm: Comm, released: ReleasedHandle, what: str) -> None:
             _flush(comm, released.handle)
     except NcclError as error:
         abort_released(comm.library, [released])
-        raise type(error)(f"{error}\n  the communicator was aborted instead") from None
+        raise reworded(error, f"{error}\n  the communicator was aborted instead") from None
     destroy_released(comm.library, released, comm.timeout, what)
 
 
@@ -128,19 +132,19 @@ def abort_late(self: Comm, text: str) -> None:
     aborts next."""
     self._late = text
     if self._track is not None:
-        self._track.gave_up(NcclTimeout(text))
+        self._track.aborted_by_watchdog(NcclTimeout(text))
     aborted_late[:] = [*aborted_late[-1:], text]
     threading.Thread(target=partial(abort, [self]), name="pynccl abort", daemon=True).start()
 
 
-def release_handle(comm: Comm, end: str) -> ReleasedHandle | None:
+def release_handle(comm: Comm, end: CommEnd) -> ReleasedHandle | None:
     """Take the handle and scratch memory away from the communicator; None if that was already done.
 
     Takes no lock, because abort() must work while a blocked thread holds it."""
     handle, comm._handle = comm._handle, None
     if handle is None:
         return None
-    comm._end = end
+    comm._end = ENDED_AS[end]
     comm._c_handle = None  # NULL, which every library rejects
     memory, comm._scratch_memory = comm._scratch_memory, None
     return ReleasedHandle(handle, memory, comm._track, end)
@@ -152,7 +156,7 @@ def _close_at_exit(comm: Comm, failed: bool) -> ReleasedHandle | None:
         comm.timeout = None  # exit has its own deadline
         destroy(comm)
         return None
-    released = release_handle(comm, "aborted at exit")
+    released = release_handle(comm, CommEnd.AT_EXIT)
     if released is not None:
         comm.library.ncclCommAbort(released.handle)
         released.record()
@@ -200,7 +204,7 @@ def abort(comms: Iterable[Comm], timeout: float = ABORT_SECONDS) -> None:
     limit = seconds(timeout, "abort: timeout")
     by_library: dict[Library, list[ReleasedHandle]] = {}
     for comm in [each for parent in _communicators(comms) for each in (*parent._dependents, parent)]:
-        released = release_handle(comm, "aborted")
+        released = release_handle(comm, CommEnd.ABORTED_BY_WATCHDOG if comm._late else CommEnd.ABORTED)
         if released is not None:
             by_library.setdefault(comm.library, []).append(released)
     for library, all_released in by_library.items():
@@ -341,7 +345,7 @@ def _after_fork_in_child() -> None:
     ended = [released for _, released in _leaked]
     for comm in list(_open):
         comm._lock._at_fork_reinit()  # type: ignore[attr-defined]  # a thread of the parent may hold it
-        released = release_handle(comm, "inherited through a fork, where NCCL cannot work")
+        released = release_handle(comm, CommEnd.FORKED)
         if released is not None:
             ended.append(released)
     for released in ended:

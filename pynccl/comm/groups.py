@@ -170,7 +170,8 @@ def replay(
         raise
     try:
         code = end()
-        _settle(heads, None if code in (Result.SUCCESS, Result.IN_PROGRESS) else library.error_string(code))
+        failed = code not in (Result.SUCCESS, Result.IN_PROGRESS)
+        _settle(heads, library.error(code, f"group of {len(calls)} calls") if failed else None)
     except BaseException as error:
         _settle(heads, error)
         raise
@@ -179,7 +180,7 @@ def replay(
         check_group_result(comms, code, f"group of {len(calls)} calls: {names}")
 
 
-def _settle(heads: dict[Track, int], error: BaseException | str | None) -> None:
+def _settle(heads: dict[Track, int], error: BaseException | None) -> None:
     """Record that the calls after these entries returned, or failed with an error."""
     for track, head in heads.items():
         if error is not None:

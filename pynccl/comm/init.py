@@ -14,6 +14,7 @@ from ..bindings.structs import CommConfig, struct_of
 from ..bindings.values import INT_MAX, INT_MIN, counted, integer, listed, shown, type_of
 from ..interop.devices import current_device, device_ordinal, on_device
 from ..watch import watchdog
+from ..watch.layout import CommEnd
 from ..watch.track import Identity, Track, new_track, uid_of
 from .argcheck import check_rank
 from .base import Comm, Lineage, check_enabled, comm_name, explained
@@ -230,7 +231,7 @@ def recorded_init(
     except BaseException as error:
         track.failed(entry, error)
         diagnosed = explained(error, track) if isinstance(error, NcclError) else error
-        track.end("never made")
+        track.end(CommEnd.NEVER_MADE)
         raise diagnosed from None
     track.leave(entry)
     track.unnumbered(entry)  # its first collective is number 1

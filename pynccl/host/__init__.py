@@ -28,6 +28,7 @@ from .exports import function, take_exception
 from .failure import HostFailure, reason_of
 from .init import Family
 from .mailbox import Message
+from .query import failure_of
 from .stream import (
     CallerStream,
     HostEvent,
@@ -52,6 +53,7 @@ __all__ = [
     "awaited_since",
     "begin_wait",
     "end_wait",
+    "failure_of",
     "function",
     "is_idle",
     "new_handle",

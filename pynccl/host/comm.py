@@ -264,14 +264,16 @@ class Comm:
     def _fail_for(self, failure: TransportFailure, call: str) -> HostFailure:
         """Fail the communicator after a broken exchange in call `call`. An earlier failure takes precedence."""
         if failure.verdict:
-            return self.fail(invalid_usage(failure.verdict), {"verdict": failure.verdict})
+            mismatch = HostFailure(Result.INVALID_USAGE, failure.verdict, mismatch=True)
+            return self.fail(mismatch, {"verdict": failure.verdict})
         text = f"{call}: {failure}"
         if failure.timed_out:
             text += f" ({TIMEOUT_VARIABLE} is {self.timeout:g} s)"
         # Of "lost rank 2: its process has ended", send the peers the part after the colon.
         why = str(failure).partition(": ")[2] or str(failure)
         notice: FailureNotice = {"culprit": failure.culprit, "why": why}
-        return self.fail(HostFailure(Result.REMOTE_ERROR, text), notice)
+        culprit = -1 if failure.culprit is None else failure.culprit
+        return self.fail(HostFailure(Result.REMOTE_ERROR, text, culprit=culprit), notice)
 
     def poll(self, call: str) -> None:
         """Fail the communicator and raise HostFailure if a peer has failed or its process has exited."""

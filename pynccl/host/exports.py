@@ -88,5 +88,5 @@ def take_exception() -> BaseException | None:
 def _failed(failure: HostFailure, error: BaseException | None = None) -> int:
     _raised.error = error
     group.mark_failed(failure)
-    last_error.text = failure.text
+    last_error.text, last_error.failure = failure.text, failure
     return int(failure.code)

@@ -8,16 +8,25 @@ import threading
 from typing import TypeGuard
 
 from ..bindings.abi import Result
+from ..bindings.errors import NcclError, Outcome, with_outcome
 from ..bindings.values import shown
 
 
 class HostFailure(Exception):
-    """An error of a C function: `code` is its result, `text` becomes the last error."""
+    """An error of a C function: `code` is its result, `text` becomes the last error.
 
-    def __init__(self, code: Result, text: str) -> None:
+    mismatch  whether it says that the ranks' calls differ
+    culprit   the rank that was lost, if known; else -1"""
+
+    def __init__(self, code: Result, text: str, *, mismatch: bool = False, culprit: int = -1) -> None:
         super().__init__(text)
-        self.code = code
-        self.text = text
+        self.code, self.text, self.mismatch, self.culprit = code, text, mismatch, culprit
+
+    def describe(self, error: NcclError) -> NcclError:
+        """Tell the exception for this failure what its result code does not say, and return it."""
+        if error.code == self.code and (self.mismatch or self.culprit >= 0):
+            with_outcome(error, Outcome.MISMATCH if self.mismatch else error._outcome, self.culprit)
+        return error
 
 
 class TransportFailure(Exception):
@@ -83,9 +92,11 @@ exiting = threading.Event()
 
 
 class LastError:
-    """The latest error message of the process. Assigning a str is atomic, so no lock is needed."""
+    """The latest error message of the process, and the failure of the last C function that failed. Assigning is atomic,
+    so no lock is needed."""
 
     text = ""
+    failure: HostFailure | None = None
 
 
 last_error = LastError()

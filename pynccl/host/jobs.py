@@ -28,7 +28,8 @@ def explain(error: BaseException) -> BaseException:
 def as_error(failure: BaseException) -> BaseException:
     """Return the exception for users: an NcclError for a HostFailure, otherwise `failure` itself."""
     if isinstance(failure, HostFailure):
-        return from_result(failure.code, "an operation on a host stream", REASONS[failure.code], failure.text)
+        error = from_result(failure.code, "an operation on a host stream", REASONS[failure.code], failure.text)
+        return failure.describe(error)
     return failure
 
 

@@ -40,6 +40,14 @@ class _LastErrorBuffer(threading.local):
 _buffer = _LastErrorBuffer()
 
 
+def failure_of(comm: int | None) -> HostFailure | None:
+    """Return the failure of this communicator, else that of the last C function that failed."""
+    with contextlib.suppress(HostFailure):
+        if comm and (failure := find(comm).failure) is not None:
+            return failure
+    return last_error.failure
+
+
 @export_plain
 def ncclGetLastError(comm: int | None) -> int:
     try:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..bindings.errors import NcclError, NcclInvalidUsage, NcclTimeout
+from ..bindings.errors import NcclError, NcclInvalidUsage, NcclTimeout, Outcome, with_outcome
 from ..bindings.library import host_module
 from ..bindings.workers import WorkerCall
 from ..comm.communicator import Communicator
@@ -118,10 +118,11 @@ class Channel:
         else:
             message = self._early[tag].popleft()
             if message.numel() != expected:
-                raise NcclInvalidUsage(
+                text = (
                     f"recv: the message from {self._route} (tag {tag}) has {message.numel()} bytes, but the tensor of "
                     f"shape {tuple(x.shape)}, {x.dtype} has {expected}; send and recv equal sizes and data types"
                 )
+                raise with_outcome(NcclInvalidUsage(text), Outcome.MISMATCH)
             buffer.view(-1).view(torch.uint8).copy_(message)
         for copy in copies:
             copy()

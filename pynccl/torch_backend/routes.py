@@ -14,7 +14,15 @@ from typing import Any
 import torch
 
 from ..bindings.abi import ITEMSIZE
-from ..bindings.errors import NcclError, NcclInvalidUsage, NcclRemoteError, NcclSystemError, NcclTimeout
+from ..bindings.errors import (
+    NcclError,
+    NcclInvalidUsage,
+    NcclRemoteError,
+    NcclSystemError,
+    NcclTimeout,
+    Outcome,
+    with_outcome,
+)
 from ..bindings.library import host_module, load
 from ..bindings.workers import Flag
 from ..bootstrap.join import Children
@@ -22,6 +30,7 @@ from ..comm.base import explained
 from ..interop.buffers import adapter
 from ..watch import layout, watchdog
 from ..watch.frames import call_site
+from ..watch.layout import ENDED_AS, CommEnd
 from ..watch.track import Identity, new_track
 from .tensors import Copy, copy_back, source, target
 from .work import Work
@@ -82,14 +91,15 @@ class Routes:
         """Wait until no message is pending, at most for `seconds`, then fail the others and leave."""
         if self.mailbox is not None:
             self.mailbox.wait_pending(seconds)
-            self.abort("destroyed")
+            self.abort(CommEnd.DESTROYED)
 
-    def abort(self, how: str = "aborted") -> None:
-        self._ended = how
+    def abort(self, how: CommEnd = CommEnd.ABORTED) -> None:
+        self._ended = ENDED_AS[how]
         if self.mailbox is not None:
             self.mailbox.close()
         for route in list(self._routes.values()):
-            route.fail(NcclInvalidUsage(f"{route.text}: the process group was {how}"), how)
+            error = NcclInvalidUsage(f"{route.text}: the process group was {self._ended}")
+            route.fail(with_outcome(error, Outcome.ABORTED_BY_PROGRAM), how)
 
 
 def _as_nccl_error(what: str, error: BaseException) -> BaseException:
@@ -163,10 +173,11 @@ class Route:
         """The message has passed, or failed. Called with the mailbox locked.   data: kept until now"""
         entry, self._since = self._pending.pop(work, 0), time.monotonic()
         if isinstance(outcome, int) and outcome != expected:
-            outcome = NcclInvalidUsage(
+            text = (
                 f"{self.text} (tag {tag}) has {outcome} bytes, but the tensor of shape {tuple(x.shape)}, {x.dtype} has "
                 f"{expected}; send and recv equal sizes and data types"
             )
+            outcome = with_outcome(NcclInvalidUsage(text), Outcome.MISMATCH)
         error = outcome if isinstance(outcome, Exception) else copy_back(copies)
         if self._track is not None and entry > self._track.head - layout.CALLS:  # else it is not in the ring any more
             self._track.leave(entry) if error is None else self._track.failed(entry, error)
@@ -188,12 +199,13 @@ class Route:
             reason = host_module().reason_of(broken)
             self.fail(NcclSystemError(f"{self.text}: this rank {reason} while it moved messages; make a new group"))
         elif why:
-            self.fail(NcclRemoteError(f"{self.text}: lost rank {peer}: {why}"))
+            error = NcclRemoteError(f"{self.text}: lost rank {peer}: {why}")
+            self.fail(with_outcome(error, Outcome.PEER_LOST, int(self._sends)))
         elif time.monotonic() - self._since > limit:
             why = f"rank {peer} never called {self._other}, or has stopped"
             self.fail(NcclTimeout(f"{self._verb}: {why}: no message passed for {limit:g} s"))
 
-    def fail(self, error: NcclError, end: str = "") -> None:
+    def fail(self, error: NcclError, end: CommEnd = CommEnd.LIVE) -> None:
         """Fail the pending messages and all later ones."""
         if self._error is None and self._pending:
             error = explained(error, self._track)

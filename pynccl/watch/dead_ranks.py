@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 
+from ..bindings.errors import Outcome
 from .formatting import ago, at, call_site, clean
 from .job import MAX_LINES, Group, names_of
+from .layout import ENDED_AS, ProcessEnd
 from .records import DEAD, FAILED, INSIDE, STOPPED, CallRecord, ProcessRecord
 from .wait_graph import COMM_ENDED, Finding, SyncPoint, WaitGraph, Weight
-
-_EXCEPTION = re.compile(r"([A-Za-z_][\w.]*)(?:: ?(.*))?$", re.DOTALL)
 
 
 def find_unavailable_ranks(graph: WaitGraph) -> Iterator[Finding]:
@@ -56,7 +55,7 @@ def _find_dead(graph: WaitGraph) -> Finding | None:
     group = points[0].group if points else None
     every = f"all {len(ended):,} processes have ended: " if len(ended) == len(job.processes) > 1 else ""
     # Mismatched calls have priority over exits caused by NCCL's own errors.
-    weight = Weight.ENDED_BY_NCCL if first.end.startswith("Nccl") else Weight.ENDED
+    weight = Weight.ENDED_BY_NCCL if first.ending == ProcessEnd.CALL_FAILED else Weight.ENDED
     weight = Weight.CONSEQUENCE if first.gave_up else weight
     member = job.member(first, group)
     details = [f"{job.name(first, group)}: {member.progress()}"] if member else []
@@ -75,22 +74,19 @@ def _find_dead(graph: WaitGraph) -> Finding | None:
 
 
 def describe_end(graph: WaitGraph, process: ProcessRecord, group: Group | None = None) -> str:
-    """ "rank 2 exited with ValueError at train.py:31 3.1 s ago: no such file" or
-    "rank 2's process 7 ended ...: SIGTERM"."""
+    """ "rank 2 exited with ValueError at train.py:31 3.1 s ago: no such file"."""
     who, when = graph.job.name(process, group), ago(process, process.end_at)
     inside = next((group.short_name(call) for group, call in _inside(graph, process).items()), "")
     where = f" inside {inside}" if inside else at(process.where)
-    match = _EXCEPTION.match(process.end)
     if process.exited_cleanly:  # atexit handlers do not see the code of sys.exit(3)
         return f"{who} exited by itself{when} (the end of its program, or sys.exit)"
-    if process.killed and not process.end.startswith("SIG"):
+    if process.killed and process.ending != ProcessEnd.INTERRUPTED:
         seen = ago(process, process.heartbeat).removesuffix(" ago")  # it ended after its last heartbeat
         when = when or (f" within the last{seen}" if seen else "")
         return f"{who}'s process {process.pid} was killed or crashed (no exit recorded){when}{where}"
-    if process.killed or not match:
-        return f"{who}'s process {process.pid} ended{when}{where}: {clean(process.end)}"
-    text = f": {clean(match[2], 480)}" if match[2] else ""
-    return f"{who} exited with {clean(match[1], 60)}{at(process.end_site)}{when}{text}"
+    error, _, text = process.end.partition(": ")
+    text = f": {clean(text, 480)}" if text else ""
+    return f"{who} exited with {clean(error, 60)}{at(process.end_site)}{when}{text}"
 
 
 def _inside(graph: WaitGraph, process: ProcessRecord) -> dict[Group, CallRecord]:
@@ -136,7 +132,7 @@ def _find_ended_comm(graph: WaitGraph, point: SyncPoint) -> Finding:
     """Report the ranks that have destroyed or aborted their communicator."""
     members = point.missing_because(COMM_ENDED)
     first = min(members, key=lambda member: (member.comm.ended_at, member.rank))
-    how = f"{clean(first.comm.ended)}{at(first.comm.ended_site)}{ago(first.process, first.comm.ended_at)}"
+    how = f"{ENDED_AS[first.comm.ended]}{at(first.comm.ended_site)}{ago(first.process, first.comm.ended_at)}"
     text = f"{names_of([first])}'s comm '{point.group.name}' was {how}; {point.waiting()} in {point.describe()}"
     text += ", which it never entered"
     return graph.finding(
@@ -167,7 +163,7 @@ def _find_failure(graph: WaitGraph, group: Group) -> Finding | None:
     # A mismatch that only the library reports is uncertain: the records do not show it.
     weight = Weight.FAILED
     if call.gave_up:
-        weight = Weight.UNCERTAIN if "disagree" in call.error else Weight.FAILED_SINCE
+        weight = Weight.UNCERTAIN if call.outcome == Outcome.MISMATCH else Weight.FAILED_SINCE
     details = [
         f"{names_of([one])}: {group.call_name(other)}{call_site(other)}{_raised(other)}"
         for one, other in rows[1:MAX_LINES]

@@ -10,16 +10,19 @@ import atexit
 import contextlib
 import functools
 import os
+import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from . import folder, layout, recorder
+from ..bindings.errors import NcclError, outcome_of
+from . import folder, recorder
 from .frames import innermost_own, internal_files
+from .layout import ProcessEnd
+from .recorder import Ending
 from .records import RUNNING, STOPPED, ProcessRecord
 
-_CLEAN = "exit"  # ProcessRecord.end after a clean exit
 _CATCHERS = ("multiprocessing.process", "torch.multiprocessing.spawn")
 _LINGER_SECONDS = 2.0  # for ranks on other nodes to notice a failure, find the culprit, and exit
 _prepared: list[object] = []  # finalizers that multiprocessing runs at the end of its process
@@ -72,11 +75,11 @@ def _record_end() -> None:
     """Record how this process ends, and report it to ranks on other nodes through the store. A clean exit is reported
     only if the store is served by torchrun's agent, not by a rank."""
     own = recorder.started()
-    if own is None or not own.mine or own.ended:
+    if own is None or not own.mine or own.ending:
         return
-    own.end(*_how_process_ended())
+    own.end(_how_process_ended(own))
     exchanges = {exchange for owner in (own, *own.tracks) if (exchange := owner.exchange) is not None}
-    reports_end = own.ended != layout.CLEAN or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    reports_end = own.ending != ProcessEnd.CLEAN or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if exchanges and reports_end and own.path:
         from . import reader
 
@@ -98,23 +101,39 @@ def _linger(own: recorder.Recorder) -> None:
             own.exchange.close()
 
 
-def _how_process_ended() -> tuple[int, str, str]:
-    """Return how this process ends: kind, text, the user's line."""
-    error = _cause(getattr(sys, "last_value", None) or sys.exc_info()[1] or next(iter(_caught), None))
-    if error is None:
-        return layout.CLEAN, _CLEAN, ""
-    if isinstance(error, SystemExit):
-        clean = error.code in (None, 0)
-        return (layout.CLEAN, _CLEAN, "") if clean else (layout.EXCEPTION, f"exit({error.code!r})", "")
-    first = getattr(error, "verdict", "") or str(error).strip().partition("\n")[0]
-    return layout.EXCEPTION, f"{type(error).__name__}{': ' if first else ''}{first}", _user_line(error)
+def _how_process_ended(own: recorder.Recorder) -> Ending:
+    """Return how this process ends."""
+    error = getattr(sys, "last_value", None) or sys.exc_info()[1] or next(iter(_caught), None)
+    if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
+        return Ending(ProcessEnd.CLEAN, "exit")
+    chain = list(_origins(error))
+    if isinstance(error, SystemExit):  # of a handler, as launchers do
+        if len(chain) == 1:
+            code = error.code if isinstance(error.code, int) and abs(error.code) < 1 << 31 else 1
+            return Ending(ProcessEnd.EXIT, f"exit({error.code!r})", code=code)
+        chain = chain[1:]
+    if isinstance(chain[0], NcclError) and chain[0]._closing:
+        chain = [origin for origin in chain if not isinstance(origin, NcclError)] or chain
+    first = getattr(chain[0], "verdict", "") or str(chain[0]).strip().partition("\n")[0]
+    text, site = f"{type(chain[0]).__name__}{': ' if first else ''}{first}", _user_line(chain[0])
+    of_call = next((origin for origin in chain if isinstance(origin, NcclError)), None)
+    if of_call is not None:
+        return Ending(ProcessEnd.CALL_FAILED, text, site, *outcome_of(of_call))
+    crossed, outcome, code = own.last_failure
+    if crossed and crossed in str(chain[0]):
+        return Ending(ProcessEnd.CALL_FAILED, text, site, outcome, code)
+    if isinstance(chain[0], KeyboardInterrupt):
+        return Ending(ProcessEnd.INTERRUPTED, text, site, code=signal.SIGINT)
+    return Ending(ProcessEnd.EXCEPTION, text, site)
 
 
-def _cause(error: BaseException | None) -> BaseException | None:
-    """Return the original exception if a handler called sys.exit(), as launchers do; else the error itself."""
-    if isinstance(error, SystemExit) and error.code not in (None, 0) and error.__context__ is not None:
-        return error.__context__
-    return error
+def _origins(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield the exception, the one from which or during whose handling it was raised, and so on."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def _user_line(error: BaseException) -> str:
@@ -131,9 +150,9 @@ def _remove() -> None:
     own = recorder.started()
     if own is None or not own.mine:
         return
-    if own.ended == layout.EXCEPTION:
+    if own.ending > ProcessEnd.CLEAN:
         _linger(own)
-    if not own.path or own.ended != layout.CLEAN:
+    if not own.path or own.ending != ProcessEnd.CLEAN:
         return
     others: list[ProcessRecord] = []
     with contextlib.suppress(Exception):  # another process may have removed this one's file as the last one
@@ -144,5 +163,5 @@ def _remove() -> None:
         others = [record for record in known if record.job == me.job or record.uids() & me.uids()]
     if any(record.state in (RUNNING, STOPPED) for record in others):
         return
-    for path in (own.path, *(record.path for record in others if record.end == _CLEAN), *own.extra_files):
+    for path in (own.path, *(record.path for record in others if record.ending == ProcessEnd.CLEAN), *own.extra_files):
         folder.remove(path)

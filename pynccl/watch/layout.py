@@ -14,10 +14,11 @@ from __future__ import annotations
 import ctypes
 import struct
 from ctypes import c_char, c_double, c_int32, c_uint8, c_uint32, c_uint64
+from enum import IntEnum
 from typing import Any
 
 MAGIC = b"pynccl flight recorder"
-VERSION = 7
+VERSION = 8
 SUFFIX = ".watch"
 
 PAGE = 1 << 16  # alignment of a memory map that every architecture accepts
@@ -28,8 +29,43 @@ REGION_HEAD = 7168
 LISTED_RANKS = 1024  # a communicator of up to this many ranks can list their global ranks
 CALLS = 2048  # kept per communicator
 
-CLEAN, EXCEPTION = 1, 2  # how a process ends
-LIVE, ENDED = 1, 2  # CommHead.state; 0: the region is unused
+
+class ProcessEnd(IntEnum):
+    """How a process ended. EXIT: by sys.exit with a code. CALL_FAILED: by the error of a call, or one raised from that.
+    KILLED: it is gone without a word."""
+
+    RUNNING = 0
+    CLEAN = 1
+    EXIT = 2
+    EXCEPTION = 3
+    CALL_FAILED = 4
+    INTERRUPTED = 5
+    KILLED = 6
+
+
+class CommEnd(IntEnum):
+    """How a communicator ended."""
+
+    LIVE = 0
+    DESTROYED = 1
+    ABORTED = 2
+    ABORTED_BY_WATCHDOG = 3
+    AT_EXIT = 4
+    FORKED = 5
+    REVOKED = 6
+    NEVER_MADE = 7
+
+
+ENDED_AS = {  # for messages
+    CommEnd.LIVE: "alive",
+    CommEnd.DESTROYED: "destroyed",
+    CommEnd.ABORTED: "aborted",
+    CommEnd.ABORTED_BY_WATCHDOG: "aborted by the watchdog",
+    CommEnd.AT_EXIT: "aborted at exit",
+    CommEnd.FORKED: "inherited through a fork, where NCCL cannot work",
+    CommEnd.REVOKED: "revoked",
+    CommEnd.NEVER_MADE: "never made",
+}
 
 
 class Header(ctypes.Structure):
@@ -49,6 +85,9 @@ class Header(ctypes.Structure):
         ("where_at", c_double),  # when `where` and `stack` were written
         ("stack_requested", c_double),  # when another process last requested them
         ("ended", c_double),
+        ("ending", c_int32),  # a ProcessEnd, the Outcome of the call that failed, and the detail of either
+        ("outcome", c_int32),
+        ("code", c_int32),
         ("host", c_char * 64),
         ("machine", c_char * 128),
         ("job", c_char * 128),
@@ -65,7 +104,8 @@ class CommHead(ctypes.Structure):
     """A communicator."""
 
     _fields_ = (
-        ("state", c_uint32),
+        ("valid", c_uint32),  # 0: the region is unused
+        ("ended", c_int32),  # a CommEnd
         ("rank", c_int32),
         ("size", c_int32),
         ("made", c_double),
@@ -79,7 +119,6 @@ class CommHead(ctypes.Structure):
         ("device", c_char * 32),
         ("made_at", c_char * 160),
         ("parent", c_char * 64),
-        ("ended", c_char * 96),
         ("ended_site", c_char * 160),
         ("error", c_char * 512),
         ("ranks", c_int32 * LISTED_RANKS),  # global rank of each of its ranks; all 0: unknown
@@ -88,14 +127,14 @@ class CommHead(ctypes.Structure):
 
 
 # A slot: entry; times at which the call was issued and returned; collective number, 0: not a collective; stream; group;
-# strings: operation, line, detail, autograd function and its forward line; flags; count, data type and the C arguments
-# that follow them (see ARGUMENTS); entry.
-SLOT = struct.Struct("=QddQQIHHHHHBxQiii4xQ")
-RETURNED_AT, NUMBER_AT, STREAM_AT, FLAGS_AT = 16, 24, 32, 54  # offsets in a slot
+# strings: operation, line, detail, autograd function and its forward line; flags; outcome; count, data type and the C
+# arguments that follow them (see ARGUMENTS); detail of the outcome; entry.
+SLOT = struct.Struct("=QddQQIHHHHHBBQiiiiQ")
+RETURNED_AT, NUMBER_AT, STREAM_AT, FLAGS_AT, OUTCOME_AT, CODE_AT = 16, 24, 32, 54, 55, 76  # offsets in a slot
 REGION_BYTES = -(-(REGION_HEAD + CALLS * SLOT.size) // PAGE) * PAGE
-PLAN, FAILED, GAVE_UP = 1, 2, 4  # flags; GAVE_UP: the watchdog aborted the call
-POSTED = 8  # made by a thread of its own: the program went on
-UNKNOWN_STREAM = 16  # nothing tells whether it has run: see pynccl/interop/handles.py
+PLAN = 1  # flags
+POSTED = 2  # made by a thread of its own: the program went on
+UNKNOWN_STREAM = 4  # nothing tells whether it has run: see pynccl/interop/handles.py
 NO_COUNT = 0xFFFFFFFFFFFFFFFF
 
 # Operation -> index of its count among the C arguments (the data type follows it), and the arguments after that.

@@ -10,11 +10,13 @@ import ctypes
 import os
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any
+from enum import IntEnum
+from typing import Any, TypeVar
 
 from ..bindings.abi import DataType, RedOp
+from ..bindings.errors import Outcome
 from . import folder, layout
-from .layout import CommHead, get
+from .layout import CommEnd, CommHead, ProcessEnd, get
 from .records import (
     COMPLETED,
     DEAD,
@@ -29,6 +31,7 @@ from .records import (
     ProcessRecord as Process,
 )
 
+E = TypeVar("E", bound=IntEnum)
 _ANSWER_TIMEOUT = 2.0  # seconds for a process to write its stacks; its watchdog polls twice a second if it gets the CPU
 _POLL_SECONDS = 0.02
 _MAX_READS = 3  # attempts to read a ring buffer that is being written
@@ -127,7 +130,8 @@ class _File:
         if self.head.magic != layout.MAGIC:
             raise BadRecord(f"{path}: not a pynccl flight recorder file, or still being created")
         if self.head.version != layout.VERSION:
-            raise BadRecord(f"{path}: format version {self.head.version}; this pynccl reads version {layout.VERSION}")
+            found = f"format version {self.head.version}, and this pynccl reads version {layout.VERSION}"
+            raise BadRecord(f"{path}: {found}; use the pynccl of the job")
         self._strings = b""
         self._wall = self.head.wall - self.head.clock  # offset from the monotonic to the wall clock
 
@@ -145,12 +149,15 @@ class _File:
             at = layout.REGIONS_AT + number * layout.REGION_BYTES
             head = CommHead.from_buffer_copy(self._read(at, layout.REGION_HEAD))
             # An inconsistent rank means that the region is being reused right now.
-            if head.state in (layout.LIVE, layout.ENDED) and 0 <= head.rank < head.size:
+            if head.valid and 0 <= head.rank < head.size:
                 yield head, at + layout.REGION_HEAD
 
     def process(self, calls: bool) -> Process:
         head = self.head
         here = get(head.machine) == folder.machine()
+        # A process that has recorded its end counts as dead, although it may still be closing resources.
+        state = DEAD if head.ended else folder.state_of(head.pid, head.start) if here else UNKNOWN
+        ending = _enum(ProcessEnd, head.ending)
         return Process(
             pid=head.pid,
             host=get(head.host),
@@ -167,8 +174,10 @@ class _File:
             where=get(head.where),
             where_at=self._seconds(head.where_at),
             stack=get(head.stack, lines=True),
-            # A process that has recorded its end counts as dead, although it may still be closing resources.
-            state=DEAD if head.ended else folder.state_of(head.pid, head.start) if here else UNKNOWN,
+            state=state,
+            ending=ProcessEnd.KILLED if state == DEAD and not ending else ending,
+            outcome=_enum(Outcome, head.outcome),
+            code=head.code,
             end=get(head.end),
             end_site=get(head.end_site),
             end_at=self._seconds(head.ended),
@@ -194,7 +203,7 @@ class _File:
             ranks=list(head.ranks[: head.size]) if any(bytes(head.ranks)) else [],
             excluded=[rank for rank, excluded in enumerate(bytes(head.excluded)) if excluded],
             calls=self._calls(head, at) if calls else [],
-            ended=get(head.ended) if head.state == layout.ENDED else "",
+            ended=_enum(CommEnd, head.ended),
             ended_site=get(head.ended_site),
             ended_at=self._seconds(head.ended_at),
         )
@@ -232,7 +241,8 @@ class _File:
         return calls
 
     def _call(self, slot: tuple[Any, ...]) -> CallRecord:
-        entry, issued, returned, number, stream, group, *texts, flags, count, dtype, first, second, _ = slot
+        entry, issued, returned, number, stream, group, *texts, flags, outcome = slot[:13]
+        count, dtype, first, second, code = slot[13:18]
         operation, site, detail, function, forward = map(self._string, texts)
         _, names = layout.ARGUMENTS.get(operation, (0, ("peer",) if operation in layout.SIGNALS else ()))
         rest = dict(zip(names, (first, second), strict=False))
@@ -257,8 +267,9 @@ class _File:
             detail=detail,
             issued=self._seconds(issued),
             returned=self._seconds(returned),
-            state=FAILED if flags & layout.FAILED else state,
-            error=_generic_error(flags),
+            state=FAILED if outcome else state,
+            outcome=_enum(Outcome, outcome),
+            code=code,
         )
 
     def _string(self, number: int) -> str:
@@ -266,12 +277,10 @@ class _File:
         return get(self._strings[at : at + layout.STRING_BYTES])
 
 
-def _generic_error(flags: int) -> str:
-    """Return a generic error for a failed call: the file keeps the actual text only of the last failure."""
-    if flags & layout.GAVE_UP:
-        return "NcclTimeout: aborted by the watchdog"
-    return "it raised" if flags & layout.FAILED else ""
-
-
 def _name(kind: Any, value: int) -> str:
     return str(kind(value).name) if value in kind._value2member_map_ else ""
+
+
+def _enum(kind: type[E], value: int) -> E:
+    """Return the member of this value; the first one for a value of a damaged file."""
+    return kind(value) if value in kind._value2member_map_ else next(iter(kind))

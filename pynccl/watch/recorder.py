@@ -16,14 +16,29 @@ import sys
 import threading
 import time
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 
+from ..bindings.errors import Outcome
 from . import folder, layout
+from .layout import ProcessEnd
 from .settings import settings
 
 now = time.monotonic
 _KEPT_ENDED_COMMS = 8  # ended communicators whose regions stay in the file before they are reused
 _TOUCH_SECONDS = 10.0
+
+
+class Ending(NamedTuple):
+    """How a process ends.
+
+    text, site  for people, and the user's line of the exception
+    outcome     of the call whose error ended it; code: detail of the outcome, exit code, or signal; -1: none"""
+
+    ending: ProcessEnd
+    text: str
+    site: str = ""
+    outcome: Outcome = Outcome.PENDING
+    code: int = -1
 
 
 class Strings(dict[str, int]):
@@ -59,7 +74,8 @@ class Recorder:
         self.tracks: list[Any] = []  # of live communicators
         self.exchange: Any = None  # the newest Exchange: the end of this process is reported there too
         self.sharing = threading.Lock()  # guards what all threads share: the exchange, the watchdog
-        self.ended = 0  # layout.CLEAN or EXCEPTION once this process is about to end
+        # The text, outcome and detail of the last call that failed: C++ code that an error passes keeps only its text.
+        self.last_failure = ("", Outcome.PENDING, -1)
         self.extra_files: list[str] = []  # other files to remove when the job exits cleanly
         self._ended: list[Any] = []  # tracks of ended communicators, oldest first
         self._lock = threading.Lock()
@@ -156,11 +172,11 @@ class Recorder:
             self.head.message = b""
         return text
 
-    def end(self, kind: int, text: str, site: str) -> None:
+    def end(self, how: Ending) -> None:
         """Record that the process is about to end."""
-        layout.put(self.head, "end", text)
-        layout.put(self.head, "end_site", site)
-        self.ended = kind
+        layout.put(self.head, "end", how.text)
+        layout.put(self.head, "end_site", how.site)
+        self.head.ending, self.head.outcome, self.head.code = how.ending, how.outcome, how.code
         self.head.ended = now()
 
     def release(self, track: Any) -> None:
@@ -177,6 +193,11 @@ class Recorder:
         self.strings.rows = memoryview(bytearray(len(self.strings.rows)))
         for track in (*self.tracks, *self._ended):
             track.detach()
+
+    @property
+    def ending(self) -> ProcessEnd:
+        """How this process is about to end."""
+        return ProcessEnd(self.head.ending)
 
     @property
     def mine(self) -> bool:

@@ -7,18 +7,28 @@ Times are seconds since the epoch, by the clock of the process's node; 0.0 means
 from __future__ import annotations
 
 import dataclasses
+import functools
+import typing
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Any
+
+from ..bindings.errors import Outcome
+from ..bindings.values import shown
+from .layout import CommEnd, ProcessEnd
 
 # States of a call. INSIDE: its C function is not known to have returned. ISSUED: it has returned, and the call is on a
 # stream; or another thread than the program's is inside it. LAUNCHED: it has returned, and nothing tells whether its
 # stream has passed it, as that was passed as a number or is closed. COMPLETED: the stream has passed it, which only
-# polling detects. FAILED: it raised an exception.
+# polling detects. FAILED: it raised an exception, or was aborted: see Outcome.
 INSIDE, ISSUED, LAUNCHED, COMPLETED, FAILED = "inside", "issued", "launched", "completed", "failed"
 NOT_KNOWN = "not known whether it has run"  # of a LAUNCHED call, for messages
 
 _FRESH_SECONDS = 2.0  # a line observed this recently counts as current
 _SILENT_SECONDS = 5.0  # a killed process ended at most this long after its last heartbeat
+
+# A call with one of these outcomes had waited for other ranks until then, so it counts as a wait, not as a cause.
+WAITED = {Outcome.PEER_LOST, Outcome.TIMED_OUT, Outcome.ABORTED_BY_WATCHDOG, Outcome.MISMATCH}
 
 # States of a process. UNKNOWN: it is on another node or in another container.
 RUNNING, STOPPED, DEAD, UNKNOWN = "running", "stopped", "dead", "unknown"
@@ -40,6 +50,8 @@ class CallRecord:
     site        file:line of the call; "" if no user code made it
     function    "AllReduce.backward" if an autograd function made it; forward_site: the line of its forward call
     detail      further arguments: "color=0, key=1" of a split, the calls of a group plan
+    code        detail of the outcome: NCCL's result, the rank that was lost, the signal; -1: none
+    error       first line of the exception; only of the last one that failed
     """
 
     entry: int
@@ -62,7 +74,9 @@ class CallRecord:
     returned: float = 0.0
     completed: float = 0.0
     state: str = COMPLETED
-    error: str = ""  # first line of the exception
+    outcome: Outcome = Outcome.PENDING
+    code: int = -1
+    error: str = ""
 
     @property
     def collective(self) -> bool:
@@ -75,8 +89,8 @@ class CallRecord:
 
     @property
     def gave_up(self) -> bool:
-        """Whether it raised because of other ranks: then it counts as a wait, not as a cause."""
-        return self.state == FAILED and _blames_others(self.error)
+        """Whether it waited for other ranks until it failed because of them."""
+        return self.outcome in WAITED
 
 
 @dataclass
@@ -92,7 +106,7 @@ class CommRecord:
     awaited_at  since when the program waits for its posted calls; 0.0: it does not
     ranks    global rank of each of its ranks; []: unknown
     excluded the ranks that its last shrink excludes, as this rank called it
-    ended    "" while alive, else "destroyed", "aborted", "aborted at exit", ...; ended_site, ended_at: where, when
+    ended    how; LIVE is false. ended_site, ended_at: where, when
     """
 
     uid: str
@@ -111,7 +125,7 @@ class CommRecord:
     ranks: list[int] = field(default_factory=list)
     excluded: list[int] = field(default_factory=list)
     calls: list[CallRecord] = field(default_factory=list)
-    ended: str = ""
+    ended: CommEnd = CommEnd.LIVE
     ended_site: str = ""
     ended_at: float = 0.0
 
@@ -131,8 +145,9 @@ class ProcessRecord:
     where      "data.py:41 next_batch": the innermost line of user code in its main thread, at where_at
     stack      of the main thread, or of the thread inside a call: one line per frame, outermost first; "" if unknown
     state      RUNNING, STOPPED (SIGSTOP, or a debugger), DEAD, UNKNOWN
-    end        how it ended, "" while it runs: "ValueError: no such file", "exit", "killed or crashed";
-               end_site: the user's line of the exception; end_at: when
+    ending     how it ended. outcome: of the call whose error ended it; code: its detail, the exit code, or the signal
+    end        the same for people: "ValueError: no such file", "exit"; end_site: the user's line of the exception;
+               end_at: when
     """
 
     pid: int
@@ -150,6 +165,9 @@ class ProcessRecord:
     where_at: float = 0.0
     stack: str = ""
     state: str = RUNNING
+    ending: ProcessEnd = ProcessEnd.RUNNING
+    outcome: Outcome = Outcome.PENDING
+    code: int = -1
     end: str = ""
     end_site: str = ""
     end_at: float = 0.0
@@ -184,22 +202,17 @@ class ProcessRecord:
 
     @property
     def exited_cleanly(self) -> bool:
-        return self.end == "exit"
+        return self.ending == ProcessEnd.CLEAN
 
     @property
     def killed(self) -> bool:
-        """For a DEAD process: whether it ended silently, or by a signal."""
-        return not self.end or self.end.startswith(("killed", "SIG"))
+        """Whether it ended silently, or by a signal: it did not end itself."""
+        return self.state == DEAD and self.ending in (ProcessEnd.RUNNING, ProcessEnd.KILLED, ProcessEnd.INTERRUPTED)
 
     @property
     def gave_up(self) -> bool:
-        """Whether it ended because a call timed out or failed due to other ranks: it was waiting there until then."""
-        if self.state != DEAD or self.exited_cleanly or self.killed:
-            return False
-        failed = [call for comm in self.comms if (call := comm.last()) is not None and call.state == FAILED]
-        if self.end.startswith("Nccl") and failed:
-            return any(call.gave_up for call in failed)
-        return _blames_others(self.end)
+        """Whether it ended because a call failed due to other ranks: it was waiting there until then."""
+        return self.state == DEAD and self.ending == ProcessEnd.CALL_FAILED and self.outcome in WAITED
 
     @property
     def estimated_end(self) -> float:
@@ -207,9 +220,7 @@ class ProcessRecord:
         return self.end_at or (self.heartbeat + _SILENT_SECONDS if self.heartbeat else self.now)
 
 
-def _blames_others(error: str) -> bool:
-    """Return whether an error says that other ranks are missing, have gone, or made different calls."""
-    return any(word in error for word in ("Timeout", "timed out", "RemoteError", "Aborted", "lost rank", "disagree"))
+# JSON
 
 
 def to_json(record: ProcessRecord) -> dict[str, Any]:
@@ -220,15 +231,44 @@ def to_json(record: ProcessRecord) -> dict[str, Any]:
 
 def _changed(record: Any) -> dict[str, Any]:
     fields = ((attr, getattr(record, attr.name)) for attr in dataclasses.fields(record))
-    return {attr.name: value for attr, value in fields if value != attr.default}
+    return {
+        attr.name: value.name if isinstance(value, IntEnum) else value
+        for attr, value in fields
+        if value != attr.default
+    }
 
 
 def from_json(values: Any) -> ProcessRecord:
-    """Return the record that `to_json` converted. Anything else, including other versions, raises ValueError."""
-    try:
-        comms = [
-            CommRecord(**{**comm, "calls": [CallRecord(**call) for call in comm["calls"]]}) for comm in values["comms"]
-        ]
-        return ProcessRecord(**{**values, "comms": comms})
-    except (TypeError, KeyError) as error:
-        raise ValueError(f"not a process record of this version: {error!r}") from None
+    """Return the record that `to_json` converted. Anything else raises ValueError, which names the field."""
+    record: ProcessRecord = _checked(ProcessRecord, values, "process")
+    for i, comm in enumerate(record.comms):
+        if not 0 <= comm.rank < comm.size:
+            raise ValueError(f"process.comms[{i}]: rank {comm.rank:,} of {comm.size:,}")
+    return record
+
+
+def _checked(kind: Any, value: Any, where: str) -> Any:
+    """Return a value from JSON as the annotation `kind` of its field says. ValueError if it is something else."""
+    if kind in (ProcessRecord, CommRecord, CallRecord):
+        hints = _hints(kind)
+        if not isinstance(value, dict) or not hints.keys() >= value.keys():
+            unknown = f"the fields {sorted(value.keys() - hints.keys())[:3]}" if isinstance(value, dict) else ""
+            raise ValueError(f"{where} has {unknown or type(value).__name__}: not a record of this pynccl version")
+        try:
+            return kind(**{name: _checked(hints[name], each, f"{where}.{name}") for name, each in value.items()})
+        except TypeError as error:
+            raise ValueError(f"{where}: {error}") from None
+    if typing.get_origin(kind) is list and isinstance(value, list):
+        (of,) = typing.get_args(kind)
+        return [_checked(of, each, f"{where}[{i}]") for i, each in enumerate(value)]
+    if isinstance(kind, type) and issubclass(kind, IntEnum) and isinstance(value, str) and value in kind.__members__:
+        return kind[value]
+    if kind in _LARGEST and type(value) in (int, kind) and abs(value) <= _LARGEST[kind]:
+        return kind(value)
+    if kind in (str, bool) and type(value) is kind:
+        return value
+    raise ValueError(f"{where} is {shown(value)}, expected {getattr(kind, '__name__', kind)}")
+
+
+_LARGEST = {int: (1 << 64) - 1, float: 1e11}  # a stream's handle; a time
+_hints = functools.cache(typing.get_type_hints)

@@ -11,20 +11,23 @@ import ctypes
 import itertools
 import mmap
 import os
+import struct
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from ..bindings.errors import NcclError, Outcome, outcome_of
 from ..interop import streams
 from ..interop.handles import DEFAULT_STREAMS, LASTING, number_of, source_of
 from . import layout
 from .attribution import attributions
 from .frames import posting_stream, user_site
+from .layout import CommEnd
 from .recorder import Recorder, now, recorder, started
 
 get_ident = threading.get_ident
-_pack = layout.SLOT.pack_into
+_pack, _CODE = layout.SLOT.pack_into, struct.Struct("=i")
 _BYTES = layout.SLOT.size
 _WORDS = _BYTES // 8  # 8-byte words per slot, and indices of some of them
 _RETURNED, _NUMBER, _STREAM = layout.RETURNED_AT // 8, layout.NUMBER_AT // 8, layout.STREAM_AT // 8
@@ -73,7 +76,7 @@ class Track:
         self.comm_head.rank, self.comm_head.size, self.comm_head.made = rank, size, now()
         if len(ranks) <= layout.LISTED_RANKS:
             self.comm_head.ranks[: len(ranks)] = ranks
-        self.comm_head.state = layout.LIVE  # written last: from now on the region is valid
+        self.comm_head.valid = 1  # written last: from now on the region is valid
         recorder.tracks.append(self)
 
     def _use_region(self, memory: memoryview) -> None:
@@ -174,10 +177,12 @@ class Track:
             function,
             forward,
             flags,
+            0,  # Outcome.PENDING
             count,
             dtype,
             first,
             second,
+            -1,
             entry,
         )
         return entry
@@ -202,23 +207,32 @@ class Track:
         """Record that the call has returned."""
         self._clocks[entry % self._ring * _WORDS + _RETURNED] = now()
 
-    def failed(self, entry: int, error: BaseException | str) -> None:
-        """Record that the call has raised."""
-        self.leave(entry)
-        self._slots[entry % self._ring * _BYTES + layout.FLAGS_AT] |= layout.FAILED
+    def failed(self, entry: int, error: BaseException) -> None:
+        """Record that the call has raised. If the watchdog aborted it, that stays its outcome."""
+        at = entry % self._ring * _BYTES
+        if self._slots[at + layout.OUTCOME_AT] != Outcome.ABORTED_BY_WATCHDOG:
+            self.leave(entry)
+            self._slots[at + layout.OUTCOME_AT], code = outcome_of(error)
+            _CODE.pack_into(self._slots, at + layout.CODE_AT, code)
         self.write("error", _line(error))
+        self.note_failure(error)
 
-    def failed_since(self, head: int, error: BaseException | str) -> None:
+    def note_failure(self, error: BaseException) -> None:
+        """Note an error that may end the process."""
+        if isinstance(error, NcclError):
+            self.recorder.last_failure = (str(error), *outcome_of(error))
+
+    def failed_since(self, head: int, error: BaseException) -> None:
         """Record that the calls after `head`, a single call or one group, have raised."""
         for entry in range(head + 1, self.head + 1):
             self.failed(entry, error)
 
-    def failed_last(self, error: BaseException | str) -> None:
+    def failed_last(self, error: BaseException) -> None:
         """Record that the newest call has raised."""
         if self.head:
             self.failed(self.head, error)
 
-    def gave_up(self, error: BaseException) -> None:
+    def aborted_by_watchdog(self, error: BaseException) -> None:
         """Record that the watchdog aborted the unfinished calls: for other ranks, this rank waited there until then."""
         for entry in range(max(self.comm_head.completed, self.head - self._ring) + 1, self.head + 1):
             stream = self._words[entry % self._ring * _WORDS + _STREAM]
@@ -226,7 +240,7 @@ class Track:
             by_caller = self.library is not None and self.library.is_host and synchronous
             if not (by_caller and self.has_returned(entry)):
                 self.failed(entry, error)
-                self._slots[entry % self._ring * _BYTES + layout.FLAGS_AT] |= layout.GAVE_UP
+                self._slots[entry % self._ring * _BYTES + layout.OUTCOME_AT] = Outcome.ABORTED_BY_WATCHDOG
 
     def unnumbered(self, entry: int) -> None:
         """Do not count the call, so far the only one, as a collective after all."""
@@ -293,15 +307,15 @@ class Track:
         """Record that its streams have not completed all calls so far."""
         self.comm_head.waits_at = now()
 
-    def end(self, how: str, site: str = "") -> None:
+    def end(self, how: CommEnd, site: str = "") -> None:
         """Record that the communicator has ended."""
         if not self.recorder.mine:  # in a forked child, whose parent's locks another thread may have held
             return
-        self.write("ended", how)
         self.write("ended_site", site)
         self.comm_head.ended_at = now()
-        self.comm_head.state = layout.ENDED
-        self.recorder.release(self)
+        self.comm_head.ended = how
+        if how != CommEnd.REVOKED:
+            self.recorder.release(self)
 
 
 def _has_stream(source: Any, stream: int) -> bool:
@@ -357,8 +371,8 @@ def uid_of(*parts: Any) -> str:
     return hashlib.sha256(repr(known).encode()).hexdigest()[:32]
 
 
-def _line(error: BaseException | str) -> str:
+def _line(error: BaseException) -> str:
     """Return the first line of an error, and the library's own last error."""
-    text = str(error) if isinstance(error, str) else f"{type(error).__name__}: {error}"
+    text = f"{type(error).__name__}: {error}"
     first, last = text.partition("\n")[0], text.partition("\n  last error: ")[2].partition("\n")[0]
     return f"{first[:_MAX_CHARS]}: {last}" if last else first

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..bindings.errors import Outcome
 from .dead_ranks import describe_end, find_unavailable_ranks
 from .formatting import call_site, seconds
 from .job import MAX_LINES, Job, Member, names_of
@@ -200,9 +201,9 @@ def _no_record(graph: WaitGraph, point: SyncPoint) -> Finding:
     text = f"no record of {point.group.names(ranks)} of comm '{point.group.name}' ({why})"
     text += f"; {point.waiting()} in {point.describe()}"
     ended = [process for process in graph.job.processes if process.gave_up]  # their errors may say more
-    ended.sort(key=lambda process: not process.end.startswith("NcclInvalidUsage"))
+    ended.sort(key=lambda process: process.outcome != Outcome.MISMATCH)
     details = [describe_end(graph, process) for process in ended[:1]]
-    if ended and ended[0].end.startswith("NcclInvalidUsage"):  # this error names the mismatched calls
+    if ended and ended[0].outcome == Outcome.MISMATCH:  # this error names the mismatched calls
         text, details[0] = details[0], text
     culprits = [(point.group.uid, rank) for rank in ranks]
     return graph.finding("missing", Weight.UNKNOWN, text, points=[point], details=details, culprits=culprits)

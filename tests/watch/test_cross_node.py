@@ -17,6 +17,7 @@ from stores import CountingStore
 
 from pynccl.watch import cross_node
 from pynccl.watch.cross_node import Exchange, trimmed
+from pynccl.watch.layout import CommEnd
 from pynccl.watch.records import DEAD, INSIDE, CallRecord, CommRecord, ProcessRecord, from_json, to_json
 
 SOON = 20.0  # seconds within which everything completes, even on a busy machine
@@ -48,7 +49,7 @@ class Process:
 
     def record(self, end: str = "", state: str = "running") -> ProcessRecord:
         call = CallRecord(self.entered, self.entered, "all_reduce", state=INSIDE)
-        comm = CommRecord(WORLD, WORLD, self.rank, 64, entered=self.entered, calls=[call])
+        comm = CommRecord(WORLD, WORLD, self.rank, 256, entered=self.entered, calls=[call])
         return ProcessRecord(1000 + self.rank, "node", state=state, comms=[comm], end=end, stack="line\n" * 10000)
 
     def records(self, *others: ProcessRecord) -> list[ProcessRecord]:
@@ -168,7 +169,7 @@ def test_each_exit_is_reported_once_and_the_number_of_reports_is_bounded(server:
 def test_a_large_record_is_trimmed_to_the_relevant_calls() -> None:
     calls = [CallRecord(n, n, "all_reduce", site="a.py:1" * 20) for n in range(1, 2001)]
     calls[1000].state = INSIDE
-    comms = [CommRecord(f"c{i}", "x", 0, 2, calls=list(calls), ended="destroyed" if i % 2 else "") for i in range(100)]
+    comms = [CommRecord(f"c{i}", "x", 0, 2, calls=list(calls), ended=CommEnd(i % 2)) for i in range(100)]
     record = ProcessRecord(1, "h", stack="line\n" * 10000 + "inner", comms=comms)
     short = trimmed(record)
     assert len(json.dumps(to_json(short))) < 128 * 1024

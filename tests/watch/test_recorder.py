@@ -13,6 +13,7 @@ from forks import Forks
 
 from pynccl import NcclTimeout
 from pynccl.watch import layout, recorder
+from pynccl.watch.layout import CommEnd
 from pynccl.watch.reader import BadRecord, read_file, read_folder
 from pynccl.watch.records import COMPLETED, DEAD, FAILED, INSIDE, ISSUED, CommRecord
 from pynccl.watch.track import Identity, Track, uid_of
@@ -98,7 +99,7 @@ def test_pending_calls_are_marked_as_given_up_when_the_watchdog_aborts(
     track.leave(track.enter("all_reduce", ALL_REDUCE))  # synchronous: it has completed
     track.leave(track.enter("all_reduce", ALL_REDUCE, 17))  # on a stream
     track.enter("all_reduce", ALL_REDUCE)
-    track.gave_up(NcclTimeout("rank 1 waited"))
+    track.aborted_by_watchdog(NcclTimeout("rank 1 waited"))
     first, *others = read(own).calls
     assert first.state != FAILED and not first.error
     assert [(call.state, call.gave_up) for call in others] == [(FAILED, True)] * 2
@@ -117,11 +118,11 @@ def test_the_file_does_not_grow(own: recorder.Recorder) -> None:
     for number in range(80):
         track = track_of(own)
         track.enter("all_reduce", ALL_REDUCE)
-        track.end("destroyed", "train.py:3")
+        track.end(CommEnd.DESTROYED, "train.py:3")
         sizes |= {os.path.getsize(own.path)} if number > 30 else set()
     assert len(sizes) == 1
     comms = read_file(own.path).comms
-    assert len(comms) <= 10 and {comm.ended for comm in comms} == {"", "destroyed"}
+    assert len(comms) <= 10 and {comm.ended for comm in comms} == {CommEnd.LIVE, CommEnd.DESTROYED}
 
 
 # How the process ends -> its last statement

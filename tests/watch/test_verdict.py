@@ -6,10 +6,19 @@ import json
 from typing import Any
 
 import pytest
-from watched import NOW, Case, behind, call, comm, dp, failed, in_init, process, three_wait, waiting
+from watched import NOW, Case, behind, call, comm, dp, ended, failed, in_init, process, three_wait, waiting
 
+from pynccl.bindings.errors import (
+    NcclInternalError,
+    NcclInvalidUsage,
+    NcclRemoteError,
+    NcclSystemError,
+    Outcome,
+    with_outcome,
+)
 from pynccl.watch.formatting import seconds
-from pynccl.watch.records import DEAD, INSIDE, ISSUED, LAUNCHED, STOPPED, ProcessRecord
+from pynccl.watch.layout import CommEnd, ProcessEnd
+from pynccl.watch.records import INSIDE, ISSUED, LAUNCHED, STOPPED, ProcessRecord
 from pynccl.watch.verdict import about, judge, render
 
 CALL = "all_reduce #41 (comm 'tp', {} ranks, BFLOAT16 x 33,554,432"
@@ -102,13 +111,13 @@ MISSING = {
 
 # Exits and failures
 
-LOST = "NcclRemoteError: no answer within the time-out"
-KILLED = {"state": DEAD, "end": "killed or crashed", "heartbeat": NOW - 1}
+LOST = NcclRemoteError("no answer within the time-out")
+KILLED = {**ended(ProcessEnd.KILLED), "heartbeat": NOW - 1}
 NO_EXIT_RECORDED = "rank 2's process 1002 was killed or crashed (no exit recorded) 3.1 s ago at data.py:41 next_batch"
 
 
-def dead(rank: int, end: str, ago: float, size: int = 4, number: int = 40, **more: Any) -> ProcessRecord:
-    return behind(rank, size, number, state=DEAD, end=end, end_at=NOW - ago, **more)
+def dead(rank: int, by: BaseException | ProcessEnd, ago: float, **more: Any) -> ProcessRecord:
+    return behind(rank, 4, 40, **ended(by), end_at=NOW - ago, **more)
 
 
 def gave_up(rank: int, **more: Any) -> ProcessRecord:
@@ -117,25 +126,30 @@ def gave_up(rank: int, **more: Any) -> ProcessRecord:
 
 ENDED = {
     **{
-        end or "no word": Case(
-            [waiting(0, 4), waiting(1, 4), waiting(3, 4), dead(2, end, 3.1, end_site=site)],
+        repr(by): Case(
+            [waiting(0, 4), waiting(1, 4), waiting(3, 4), dead(2, by, 3.1, end_site=site)],
             f"dead tp2: {message}; 3 ranks have waited 12.3 s for it in {WHERE}.",
         )
-        for end, site, message in (
+        for by, site, message in (
             (
-                "ValueError: no such file",
+                ValueError("no such file"),
                 "/x/t.py:31",
                 "rank 2 exited with ValueError at t.py:31 3.1 s ago: no such file",
             ),
-            ("KeyboardInterrupt", "/x/t.py:31", "rank 2 exited with KeyboardInterrupt at t.py:31 3.1 s ago"),
-            ("killed or crashed", "", NO_EXIT_RECORDED),
-            ("", "", NO_EXIT_RECORDED),
-            ("SIGTERM", "", "rank 2's process 1002 ended 3.1 s ago at data.py:41 next_batch: SIGTERM"),
-            ("exit", "", "rank 2 exited by itself 3.1 s ago (the end of its program, or sys.exit)"),
+            # A user's own exception is a cause, whatever it is called.
+            (
+                type("RemoteTimeoutError", (ValueError,), {})("ranks disagree"),
+                "/x/t.py:31",
+                "rank 2 exited with RemoteTimeoutError at t.py:31 3.1 s ago: ranks disagree",
+            ),
+            (KeyboardInterrupt(), "/x/t.py:31", "rank 2 exited with KeyboardInterrupt at t.py:31 3.1 s ago"),
+            (ProcessEnd.KILLED, "", NO_EXIT_RECORDED),
+            (ProcessEnd.RUNNING, "", NO_EXIT_RECORDED),
+            (ProcessEnd.CLEAN, "", "rank 2 exited by itself 3.1 s ago (the end of its program, or sys.exit)"),
         )
     },
     "the first exit is the culprit, errors about other ranks are not": Case(
-        [dead(0, LOST, 9), dead(1, "RuntimeError: later", 3), dead(2, "ValueError: first", 5), waiting(3, 4)],
+        [dead(0, LOST, 9), dead(1, RuntimeError("later"), 3), dead(2, ValueError("first"), 5), waiting(3, 4)],
         "dead tp2: rank 2 exited with ValueError 5.0 s ago: first; rank 3 has waited",
         "\nalso: rank 1 exited with RuntimeError 3.0 s ago: later",
     ),
@@ -145,7 +159,9 @@ ENDED = {
         "process 1001 was killed or crashed (no exit recorded) within the last 1.0 s inside all_reduce",
         "last completed #40; its main thread was last in data.py:41 next_batch",
     ),
-    "all exited cleanly": Case([dead(rank, "exit", 1) for rank in range(4)], "finished: all 4 ranks have finished."),
+    "all exited cleanly": Case(
+        [dead(rank, ProcessEnd.CLEAN, 1) for rank in range(4)], "finished: all 4 ranks have finished."
+    ),
     "stopped": Case(
         [*three_wait(), behind(3, 4, state=STOPPED)],
         "stopped tp3: rank 3's process 1003 is stopped (SIGSTOP, or a debugger): kill -CONT 1003 on host a; 3 ranks",
@@ -153,7 +169,9 @@ ENDED = {
     "a communicator destroyed on one rank": Case(
         [
             *three_wait(),
-            process(3, comm(3, 4, [call(40)], ended="destroyed", ended_site="/home/me/t.py:9", ended_at=NOW - 4.2)),
+            process(
+                3, comm(3, 4, [call(40)], ended=CommEnd.DESTROYED, ended_site="/home/me/t.py:9", ended_at=NOW - 4.2)
+            ),
         ],
         "left tp3: rank 3's comm 'tp' was destroyed at t.py:9 4.2 s ago; "
         f"3 ranks have waited 12.3 s in {WHERE}, which it never entered.",
@@ -161,7 +179,7 @@ ENDED = {
     ),
     "a failed call keeps the others waiting": Case(
         [
-            process(0, comm(0, 3, [call(40), failed("NcclSystemError: the link broke", 2, site="/m/t.py:3")])),
+            process(0, comm(0, 3, [call(40), failed(NcclSystemError("the link broke"), 2, site="/m/t.py:3")])),
             waiting(1, 3),
             waiting(2, 3),
         ],
@@ -173,7 +191,7 @@ ENDED = {
         f"missing tp1: rank 1 never entered {CALL.format(2)}, a.py:30); rank 0 gave up after 5.0 s.",
     ),
     "a rank gave up in a call that the others have completed": Case(
-        [waiting(0, 2, 42), gave_up(1, state=DEAD, end=LOST, end_site="/m/a.py:30")],
+        [waiting(0, 2, 42), gave_up(1, **ended(LOST), end_site="/m/a.py:30")],
         f"stalled tp1: rank 1 in {CALL.format(2)}, a.py:30), gave up after 5.0 s, which rank 0 completed: check",
         uid="u-tp",
     ),
@@ -192,13 +210,13 @@ def test_the_verdict_in_an_exception_is_short_and_does_not_repeat_it() -> None:
     verdict = judge(elsewhere())
     assert about(verdict, "u-tp", 0).startswith("rank 9 never entered")
     assert json.loads(json.dumps(verdict.to_json()))["culprits"] == [["u-dp", 1]]
-    own = failed("NcclInternalError: x", 2)
+    own = failed(NcclInternalError("x"), 2)
     alone = judge([process(0, comm(0, 2, [own])), process(1, comm(1, 2, [call(41)]))])
     assert (alone.kind, about(alone, "u-tp", 0)) == ("failed", "")
-    wrong = "NcclInvalidUsage: send and recv disagree"
+    wrong = with_outcome(NcclInvalidUsage("send and recv disagree"), Outcome.MISMATCH)
     send, recv = (failed(wrong, 1, 0, kind, peer=peer, site="/m/a.py:54") for kind, peer in (("send", 1), ("recv", 0)))
     verdict = judge([process(0, comm(0, 2, [send])), process(1, comm(1, 2, [recv]))])
-    assert about(verdict, "u-tp", 0) == f"rank 1: recv from rank 0 at a.py:54 raised {wrong}"
+    assert about(verdict, "u-tp", 0) == f"rank 1: recv from rank 0 at a.py:54 raised NcclInvalidUsage: {wrong}"
 
 
 def launched(rank: int, *numbers: int, state: str = LAUNCHED, **more: Any) -> ProcessRecord:
@@ -215,9 +233,9 @@ LAUNCHES = {
     ),
     "all have entered": ([launched(0, 1, 2), launched(1, 1, 2)], "running", "no rank is stuck"),
     "one is known to wait": ([launched(0, 1, state=ISSUED), launched(1, 1)], "stalled", "no rank is missing"),
-    "a rank is done": ([launched(0, 1, 2), launched(1, 1, 2, ended="destroyed")], "running", "no rank is stuck"),
+    "a rank is done": ([launched(0, 1, 2), launched(1, 1, 2, ended=CommEnd.DESTROYED)], "running", "no rank is stuck"),
     "its communicator ended before": (
-        [launched(0, 1, 2), launched(1, 1, ended="destroyed")],
+        [launched(0, 1, 2), launched(1, 1, ended=CommEnd.DESTROYED)],
         "left",
         "in all_reduce #2 (comm 'tp', 2 ranks, BFLOAT16 x 33,554,432, a.py:3), which it never entered",
     ),

@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 from watched import Case, call, comm, dp, failed, in_init, process, waiting
 
+from pynccl.bindings.errors import NcclInvalidUsage, NcclRemoteError
+from pynccl.watch.layout import CommEnd
 from pynccl.watch.records import COMPLETED, FAILED, INSIDE, ISSUED, CallRecord, ProcessRecord
 from pynccl.watch.verdict import judge
 
 USUAL = "all_reduce(count=33,554,432, BFLOAT16, SUM)"
-LOST = "NcclRemoteError: no answer within the time-out"
+LOST = NcclRemoteError("no answer within the time-out")
 EACH_OTHER = "ranks wait for each other: "
 
 
@@ -39,8 +41,9 @@ def pair(*calls: CallRecord) -> list[ProcessRecord]:
     return [process(1, comm(1, 3, [recv])), process(2, comm(2, 3, calls), where="/m/x.py:4 f")]
 
 
-def handled(then: CallRecord | None, error: str = "NcclInvalidUsage", **ended: Any) -> list[ProcessRecord]:
+def handled(then: CallRecord | None, error: BaseException | None = None, **ended: Any) -> list[ProcessRecord]:
     """Two ranks whose calls on 'tp' disagreed 9 s ago. Now rank 0 waits in 'dp', and rank 1 has called `then`."""
+    error = error or NcclInvalidUsage()
     calls = [failed(error, 9, 5, count=count, site="/m/old.py:1") for count in (4, 5)]
     inside = call(7, state=INSIDE, age=3, site="/m/new.py:2")
     return [
@@ -58,13 +61,13 @@ CHANGES: list[tuple[dict[str, Any], str, str]] = [
 ]
 CALLS = {
     "a mismatch on a communicator that all have ended": Case(
-        handled(None, ended=True), "missing dp1: rank 1 never entered all_reduce #7 (comm 'dp'"
+        handled(None, ended=CommEnd.DESTROYED), "missing dp1: rank 1 never entered all_reduce #7 (comm 'dp'"
     ),
     "a mismatch that the program has handled": Case(
         handled(call(6, age=5)), "missing dp1: rank 1 never entered all_reduce #7 (comm 'dp'", uid="u-dp"
     ),
     "the same, if the ranks blamed each other": Case(
-        handled(None, LOST, ended=True), "missing dp1: rank 1 never entered all_reduce #7 (comm 'dp'"
+        handled(None, LOST, ended=CommEnd.DESTROYED), "missing dp1: rank 1 never entered all_reduce #7 (comm 'dp'"
     ),
     "a mismatch after which one rank has called nothing": Case(
         handled(None), "mismatch tp0 tp1: the ranks disagree about call #5 (comm 'tp', 2 ranks)", uid="u-dp"
@@ -79,7 +82,7 @@ CALLS = {
                     2,
                     [
                         call(4, age=20),
-                        failed("NcclRemoteError", 1, 1, "check", detail="all_reduce(count=4)"),
+                        failed(NcclRemoteError(), 1, 1, "check", detail="all_reduce(count=4)"),
                     ],
                 ),
             ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from watched import NOW, Case, behind, call, comm, dp, failed, process
 
+from pynccl.bindings.errors import NcclTimeout
 from pynccl.watch.records import COMPLETED, INSIDE, ISSUED, CommRecord, ProcessRecord
 from pynccl.watch.verdict import judge, render
 
@@ -87,7 +88,7 @@ def test_the_verdict(name: str) -> None:
 def caught(age: float, uid: str = "", posted: bool = False, awaited_at: float = 0.0) -> str:
     """Return the verdict if rank 1 gave up in a recv of 'dp' 5 s ago, and waits in an all_reduce since `age`. Rank 0 is
     elsewhere."""
-    recv = failed("NcclTimeout: rank 1 waited 3 s", 5, 0, "recv", peer=0, entry=2, posted=posted)
+    recv = failed(NcclTimeout("rank 1 waited 3 s"), 5, 0, "recv", peer=0, entry=2, posted=posted)
     in_call = comm(1, 2, [call(40, age=20), call(41, state=INSIDE, age=age)])
     first = process(0, *behind(0, 2).comms, dp(0, call(1, age=60)))
     return render(judge([first, process(1, in_call, dp(1, call(1, age=60), recv, awaited_at=awaited_at))], uid=uid))

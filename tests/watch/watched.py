@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pynccl.watch.records import COMPLETED, FAILED, INSIDE, ISSUED, CallRecord, CommRecord, ProcessRecord
+from pynccl.bindings.errors import NcclError, outcome_of
+from pynccl.watch.layout import ProcessEnd
+from pynccl.watch.records import COMPLETED, DEAD, FAILED, INSIDE, ISSUED, CallRecord, CommRecord, ProcessRecord
 from pynccl.watch.verdict import judge, render
 
 NOW = 1_000_000.0
@@ -26,9 +28,30 @@ def call(
     return CallRecord(number=number, operation=operation, **{**values, **more})
 
 
-def failed(error: str, returned: float, number: int = 41, operation: str = "all_reduce", **more: Any) -> CallRecord:
+def failed(
+    error: BaseException, returned: float, number: int = 41, operation: str = "all_reduce", **more: Any
+) -> CallRecord:
     """Return a call that raised `returned` seconds ago."""
-    return call(number, operation, FAILED, error=error, returned=NOW - returned, **more)
+    outcome, code = outcome_of(error)
+    values = {"error": text_of(error), "outcome": outcome, "code": code, "returned": NOW - returned}
+    return call(number, operation, FAILED, **{**values, **more})
+
+
+def text_of(error: BaseException) -> str:
+    return f"{type(error).__name__}{': ' if str(error) else ''}{error}"
+
+
+def ended(by: BaseException | ProcessEnd) -> dict[str, Any]:
+    """Return the fields of a process that an exception has ended, or that has ended in this way."""
+    values: dict[str, Any] = {"state": DEAD}
+    if isinstance(by, ProcessEnd):
+        return {**values, "ending": by, "end": "exit" if by == ProcessEnd.CLEAN else ""}
+    values["end"] = text_of(by)
+    if isinstance(by, NcclError):
+        values["outcome"], values["code"] = outcome_of(by)
+        return {**values, "ending": ProcessEnd.CALL_FAILED}
+    interrupted = isinstance(by, KeyboardInterrupt)
+    return {**values, "ending": ProcessEnd.INTERRUPTED if interrupted else ProcessEnd.EXCEPTION}
 
 
 def comm(
