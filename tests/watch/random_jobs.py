@@ -613,15 +613,14 @@ def _consequences(case: Case, rng: random.Random) -> None:
     chosen = waiting if rng.random() < 0.6 else rng.sample(waiting, rng.randint(1, len(waiting)))
     dead = [rank for rank, process in enumerate(case.job.ranks) if process.state == "dead"]
     lost = case.rank if case.rank in dead else -1
+    begin = case.job.clock + 0.1 if lost >= 0 and rng.random() < 0.5 else NOW - 30.0
     for order, rank in enumerate(rng.sample(chosen, len(chosen))):
-        _give_up(case.job, rank, NOW - 30 + order * 0.5, rng, lost, nccl)
+        _give_up(case.job, rank, begin + order * 0.5, rng, lost, nccl)
     culprit = case.job.ranks[case.rank] if case.rank >= 0 else None
     if culprit is not None and len(chosen) == len(waiting) and culprit.state != "dead" and rng.random() < 0.5:
         for process in case.job.ranks:  # the launcher kills the others
             if process.state != "dead":
-                process.state, process.ending, process.end = "dead", "KILLED", rng.choice(("", "SIGTERM"))
-                process.heartbeat = NOW - 10
-                process.end_at = NOW - 10 if process.end else 0.0
+                process.state, process.ending, process.heartbeat = "dead", "KILLED", NOW - 10
 
 
 def _give_up(job: Job, rank: int, now: float, rng: random.Random, lost: int, nccl: bool) -> None:
@@ -630,14 +629,13 @@ def _give_up(job: Job, rank: int, now: float, rng: random.Random, lost: int, ncc
     threads = [thread for thread in job.threads if thread.rank == rank and thread.waits and not thread.asleep]
     thread = threads[0]
     first = next(call for call in thread.blocked if not call.done)
-    outcomes: list[tuple[str, str, int]] = [("TIMED_OUT", "NcclTimeout: timed out after 60 s", 0)]
+    outcomes: list[tuple[str, str, int]] = [("TIMED_OUT", "NcclTimeout: timed out after 60 s", -1)]
     if lost >= 0:
-        outcomes.append(("PEER_LOST", f"NcclRemoteError: lost rank {lost}: it closed the connection", 0))
+        outcomes.append(("PEER_LOST", f"NcclRemoteError: lost rank {lost}", rng.choice((lost, lost, -1))))
     if nccl:
-        outcomes = [("NCCL_FAILED", "NcclSystemError: connection reset", 2), ("NCCL_FAILED", "NcclInternalError", 3)]
-    outcome, error, result = rng.choice(outcomes)
+        outcomes = [("NCCL_FAILED", "NcclSystemError: connection reset", 2), ("NCCL_FAILED", "NcclInternalError: no text", 3)]
+    outcome, error, code = rng.choice(outcomes)
     own = job.members[first.op.comm, rank]
-    peer = lost if outcome == "PEER_LOST" and rng.random() < 0.7 else -1
     if not thread.in_wait and rng.random() < 0.7:  # the call itself raises, with its group
         calls = job.unit_of(first).calls
     elif not job.cuda and rng.random() < 0.3:  # the stream raises: the newest call of the communicator
@@ -645,17 +643,17 @@ def _give_up(job: Job, rank: int, now: float, rng: random.Random, lost: int, ncc
     elif nccl:
         calls = [first]
     else:
-        outcome, error, peer, result = "ABORTED_BY_WATCHDOG", "NcclTimeout: aborted by the watchdog", -1, 0
-        calls = [call for call in own.calls if not call.done]
+        outcome, error, code = "ABORTED_BY_WATCHDOG", "NcclTimeout: aborted by the watchdog", -1
+        calls = [call for call in own.calls if call.entry > own.completed and not job.returned_to_caller(call)]
         own.ended, own.ended_at = "ABORTED_BY_WATCHDOG", now
     for call in calls:
-        job.fail(call, outcome, error, result, peer)
+        job.fail(call, outcome, error, code)
         call.returned = now
         if not call.done:
             call.active = False
     if rng.random() < 0.85:
         process.state, process.ending, process.end, process.end_at = "dead", "CALL_FAILED", error, now + 0.1
-        process.failed_in, process.heartbeat = (first.op.comm, calls[-1].entry), now
+        process.outcome, process.code, process.heartbeat = outcome, code, now
         for (_, owner), member in job.members.items():
             if owner == rank and not member.ended:
                 member.ended, member.ended_at = "AT_EXIT", now + 0.2

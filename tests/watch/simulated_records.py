@@ -2,78 +2,52 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-import random
-from collections.abc import Iterator
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from simulator import BY_ALL, Call, Job, Membership
+from simulator import BY_ALL, MESSAGES, SIGNALS, Call, Job, Membership
 from watched import NOW
 
 from pynccl.bindings.abi import DataType, RedOp
-from pynccl.watch import layout, reader, recorder, track
-from pynccl.watch.records import COMPLETED, DEAD, FAILED, INSIDE, ISSUED, RUNNING, STOPPED
-from pynccl.watch.records import CallRecord, CommRecord, ProcessRecord
+from pynccl import NcclTimeout
+from pynccl.bindings import errors
+from pynccl.bindings.errors import Outcome
+from pynccl.watch import folder, reader, recorder, track
+from pynccl.watch.layout import CommEnd, ProcessEnd
+from pynccl.watch.recorder import Ending
+from pynccl.watch.records import (
+    COMPLETED,
+    DEAD,
+    FAILED,
+    INSIDE,
+    ISSUED,
+    RUNNING,
+    STOPPED,
+    CallRecord,
+    CommRecord,
+    ProcessRecord,
+)
 
 _STATES = {"running": RUNNING, "stopped": STOPPED, "dead": DEAD}
-_ENDED = {
-    "DESTROYED": "destroyed",
-    "ABORTED": "aborted",
-    "ABORTED_BY_WATCHDOG": "aborted",
-    "AT_EXIT": "aborted at exit",
-    "": "",
-}
 HANDLES = 1000  # stream of a route: the handle that its messages are posted on
-
-
-@dataclasses.dataclass
-class Observed:
-    """What the watchdog of a rank knows about one communicator.
-
-    completed  the newest call known to have completed on its stream; waits_at, awaited_at: see CommRecord"""
-
-    completed: int
-    waits_at: float = 0.0
-    awaited_at: float = 0.0
-
-
-def observe(job: Job) -> dict[tuple[str, int], Observed]:
-    """Return what the watchdogs have observed. A mark on the streams passes only as a whole, so some calls before one
-    that hangs may not be known to have completed."""
-    found = {}
-    rng = random.Random(job.size)
-    for (name, rank), own in job.members.items():
-        pending = [call.entry for call in own.calls if not call.done and call.stream]
-        prefix = min([call.entry for call in own.calls if not call.done], default=len(own.calls) + 1) - 1
-        seen = Observed(prefix if not pending or rng.random() < 0.5 else rng.randint(0, prefix))
-        streams = {call.stream for call in own.calls if not call.done and call.stream}
-        if pending and not job.comms[name].route:
-            seen.waits_at = NOW - 1.0 if job.ranks[rank].state != "dead" else job.ranks[rank].heartbeat
-        if not job.cuda or job.comms[name].route:
-            waits = [thread for thread in job.threads if thread.rank == rank and thread.waits and thread.in_wait]
-            waits = [thread for thread in waits if streams & {call.stream for call in thread.blocked}]
-            seen.awaited_at = min((thread.since for thread in waits), default=0.0)
-        found[name, rank] = seen
-    return found
 
 
 def hand_made(job: Job) -> list[ProcessRecord]:
     """Return the records of all ranks."""
-    observed = observe(job)
-    return [_process(job, rank, observed) for rank in range(job.size) if job.ranks[rank].recorded]
+    return [_process(job, rank) for rank in range(job.size) if job.ranks[rank].recorded]
 
 
-def _process(job: Job, rank: int, observed: dict[tuple[str, int], Observed]) -> ProcessRecord:
+def _process(job: Job, rank: int) -> ProcessRecord:
     known = job.ranks[rank]
     comms = [
-        _comm(job, name, rank, own, observed[name, rank]) for (name, owner), own in job.members.items() if owner == rank
+        _comm(job, name, rank, own) for (name, owner), own in job.members.items() if owner == rank
     ]
     comms.sort(key=lambda comm: comm.made)
-    record = ProcessRecord(
+    return ProcessRecord(
         1000 + rank,
         "a",
         "m",
@@ -84,27 +58,21 @@ def _process(job: Job, rank: int, observed: dict[tuple[str, int], Observed]) -> 
         now=NOW,
         heartbeat=known.heartbeat,
         where=known.where or "/job/train.py:1 step",
+        ending=ProcessEnd[known.ending or "RUNNING"],
+        outcome=Outcome[known.outcome or "PENDING"],
+        code=known.code,
         end=known.end,
         end_at=known.end_at,
         end_site="/job/train.py:99" if known.ending in ("EXCEPTION", "CALL_FAILED") else "",
     )
-    _set(record, ending=("ProcessEnd", known.ending or "RUNNING"))
-    if hasattr(record, "failed_in") and known.failed_in[0]:
-        setattr(record, "failed_in", (f"u-{known.failed_in[0]}", known.failed_in[1]))
-    return record
 
 
-def _set(record: Any, **values: tuple[str, str]) -> None:
-    """Set fields whose values are enums of the layout, in versions that have them."""
-    for name, (kind, member) in values.items():
-        if hasattr(record, name) and hasattr(layout, kind):
-            setattr(record, name, getattr(layout, kind)[member])
-
-
-def _comm(job: Job, name: str, rank: int, own: Membership, seen: Observed) -> CommRecord:
+def _comm(job: Job, name: str, rank: int, own: Membership) -> CommRecord:
     comm = job.comms[name]
-    calls = [_call(job, call, own, seen) for call in own.calls]
-    record = CommRecord(
+    calls = [_call(job, call, own) for call in own.calls]
+    for call in [call for call in calls if call.state == FAILED][:-1]:
+        call.error = ""  # a record has only the last one
+    return CommRecord(
         f"u-{name}",
         name,
         comm.ranks.index(rank),
@@ -114,38 +82,33 @@ def _comm(job: Job, name: str, rank: int, own: Membership, seen: Observed) -> Co
         parent=f"u-{comm.parent}" if comm.parent else "",
         entered=max((call.number for call in calls), default=0),
         completed=max((call.number for call in calls if call.state == COMPLETED), default=0),
-        waits_at=seen.waits_at,
-        awaited_at=seen.awaited_at,
+        waits_at=own.waits_at,
+        awaited_at=own.awaited_at,
         ranks=list(comm.ranks) if comm.listed else [],
         excluded=list(own.excluded),
         calls=calls,
+        ended=CommEnd[own.ended or "LIVE"],
         ended_at=own.ended_at,
         ended_site="/job/train.py:98" if own.ended in ("DESTROYED", "ABORTED") else "",
     )
-    current: Any = record
-    current.ended = _ENDED[own.ended]
-    if hasattr(layout, "CommEnd"):
-        current.ended = layout.CommEnd[own.ended or "LIVE"]
-    return record
 
 
-def _call(job: Job, call: Call, own: Membership, seen: Observed) -> CallRecord:
+def _call(job: Job, call: Call, own: Membership) -> CallRecord:
     """Return the record of a call, whose state is as a reader derives it from times, streams and marks."""
     op, newest = call.op, own.calls[-1]
     route = job.comms[op.comm].route
     on_host = not job.cuda or route
     posted = route or (on_host and bool(call.stream))
-    returned = call.returned
     synchronous = route or (on_host and not call.stream)
     if call.outcome:
         state = FAILED
-    elif returned:
-        state = COMPLETED if synchronous or call.entry <= seen.completed else ISSUED
+    elif call.returned:
+        state = COMPLETED if synchronous or call.entry <= own.completed else ISSUED
     elif route or (call is not newest and not (call.group and call.group == newest.group)):
         state = ISSUED
     else:
         state = INSIDE
-    record = CallRecord(
+    return CallRecord(
         call.entry,
         call.number,
         op.operation,
@@ -159,15 +122,151 @@ def _call(job: Job, call: Call, own: Membership, seen: Observed) -> CallRecord:
         posted=posted,
         site=f"/job/train.py:{op.line}",
         issued=call.issued,
-        returned=returned,
+        returned=call.returned,
+        completed=0.0 if state != COMPLETED else call.returned if synchronous else NOW - 300.0,
         state=state,
+        outcome=Outcome[call.outcome or "PENDING"],
+        code=call.code,
         error=call.error,
     )
-    if state == COMPLETED:
-        record.completed = returned if synchronous else NOW - 300.0
-    if call.outcome:
-        _set(record, outcome=("Outcome", call.outcome))
-    for name, value in {"result": call.result, "lost": call.lost}.items():
-        if hasattr(record, name) and call.outcome:
-            setattr(record, name, value)
-    return record
+
+
+# Through real recorders
+
+
+class Clock:
+    """The clock of the recorders of a simulated job."""
+
+    def __init__(self) -> None:
+        self.now = NOW
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def through_files(job: Job, path: Path, patch: pytest.MonkeyPatch) -> list[ProcessRecord]:
+    """Write the records of all ranks by real recorders into this folder, and read them."""
+    clock = Clock()
+    patch.setenv("PYNCCL_WATCH_DIR", str(path))
+    for module in (recorder, track):
+        patch.setattr(module, "now", clock)
+    patch.setattr(reader, "time", SimpleNamespace(monotonic=lambda: NOW, time=time.time))
+    patch.setattr(folder, "state_of", lambda pid, start: _STATES[job.ranks[pid - 1000].state])
+    found = []
+    for rank in range(job.size):
+        if not job.ranks[rank].recorded:
+            continue
+        patch.setenv("RANK", str(rank))
+        clock.now = NOW - 900
+        own = recorder.Recorder()
+        patch.setattr(recorder, "_recorder", own)
+        _write(job, rank, own, clock)
+        found.append(reader.read_file(own.path))
+        folder.remove(own.path)
+    return found
+
+
+Event = tuple[float, int, Callable[[], object]]  # when, a tie-breaker, what
+
+
+def _write(job: Job, rank: int, own: recorder.Recorder, clock: Clock) -> None:
+    """Let a recorder write what a rank did."""
+    process, head = job.ranks[rank], own.head
+    head.pid, head.wall, head.clock = 1000 + rank, NOW - 900, NOW - 900
+    events: list[Event] = []
+    for (name, owner), member in job.members.items():
+        if owner == rank:
+            events += _events(job, name, rank, member, own)
+    events.append((NOW - 0.5, 0, lambda: own.write_where(process.where or "/job/train.py:1 step", "")))
+    if process.end:
+        ending = Ending(
+            ProcessEnd[process.ending],
+            process.end,
+            "/job/train.py:99" if process.ending in ("EXCEPTION", "CALL_FAILED") else "",
+            Outcome[process.outcome or "PENDING"],
+            process.code,
+        )
+        events.append((process.end_at, 0, lambda: own.end(ending)))
+    for when, _, what in sorted(events, key=lambda event: event[:2]):
+        clock.now = when
+        what()
+    head.heartbeat, head.where_at = process.heartbeat, 0.0
+
+
+def _events(job: Job, name: str, rank: int, member: Membership, own: recorder.Recorder) -> list[Event]:
+    """Return what a rank did with one communicator."""
+    comm, made = job.comms[name], {}
+    on_host = not job.cuda or comm.route
+
+    def make() -> None:
+        identity = track.Identity(f"u-{name}", name, f"u-{comm.parent}" if comm.parent else "")
+        made[0] = new = track.Track(
+            own, identity, comm.ranks.index(rank), len(comm.ranks), comm.ranks if comm.listed else ()
+        )
+        new.write("device", "cpu" if on_host else "cuda:0")
+        new.library = SimpleNamespace(is_host=True) if on_host else None
+        if comm.route:
+            new.posts_on = HANDLES + next((call.stream for call in member.calls), 0)
+
+    def enter(call: Call) -> None:
+        op, new = call.op, made[0]
+        if op.operation == "shrink":
+            new.exclude(op.excluded)
+        detail = {"init": 1, "split": 1, "barrier": 1, **dict.fromkeys(BY_ALL, 0)}
+        stream = HANDLES + call.stream if call.stream and not comm.route else 0
+        new.enter(op.operation, arguments(call), stream, "", call.group, f"/job/train.py:{op.line}",
+                  detail.get(op.operation, -1))  # fmt: skip
+
+    def leave(call: Call) -> None:
+        new = made[0]
+        if call.outcome == "ABORTED_BY_WATCHDOG":
+            if not aborted:
+                aborted.append(call)
+                new.comm_head.completed = member.completed
+                new.aborted_by_watchdog(NcclTimeout("aborted by the watchdog"))
+        elif call.outcome:
+            new.failed(call.entry, error_of(call))
+        else:
+            new.leave(call.entry)
+            if call.op.operation == "init":
+                new.unnumbered(call.entry)
+
+    def finish() -> None:
+        new = made[0]
+        new.completed(member.completed)
+        new.mark_awaited(member.awaited_at)
+        new.comm_head.waits_at = member.waits_at
+
+    aborted: list[Call] = []
+    events: list[Event] = [(member.made, -1, make), (NOW - 300.0, 0, finish)]
+    for call in member.calls:
+        events.append((call.issued, call.entry, lambda call=call: enter(call)))  # type: ignore[misc]
+        if call.returned:
+            events.append((call.returned, 1000, lambda call=call: leave(call)))  # type: ignore[misc]
+    if member.ended:
+        site = "/job/train.py:98" if member.ended in ("DESTROYED", "ABORTED") else ""
+        events.append((member.ended_at, 2000, lambda: made[0].end(CommEnd[member.ended], site)))
+    return events
+
+
+def arguments(call: Call) -> tuple[object, ...]:
+    """Return the arguments of the C function of a call."""
+    op = call.op
+    if op.operation in SIGNALS:
+        return (op.peer,) if op.operation == "signal" else (1, [SimpleNamespace(peer=op.peer)])
+    if op.count < 0:
+        return ()
+    last = [RedOp[op.op]] if op.op else []
+    last += [op.root] if op.root >= 0 else []
+    buffers: list[object] = [0] if op.operation in MESSAGES else [0, 0]
+    return (*buffers, op.count, DataType[op.dtype], *last, *([op.peer] if op.peer >= 0 else []))
+
+
+def error_of(call: Call) -> BaseException:
+    """Return the exception that a call has raised."""
+    name, _, text = call.error.partition(": ")
+    kind = getattr(errors, name, None) or {"RuntimeError": RuntimeError, "KeyboardInterrupt": KeyboardInterrupt}[name]
+    error: BaseException = kind(text)
+    if isinstance(error, errors.NcclError) and call.outcome == "PEER_LOST":
+        error._peer = call.code
+    return error

@@ -106,8 +106,7 @@ class Call:
     active: bool = False
     outcome: str = ""
     error: str = ""
-    result: int = 0
-    lost: int = -1
+    code: int = -1
 
 
 @dataclass(eq=False)
@@ -152,13 +151,15 @@ class Thread:
 
 @dataclass
 class Rank:
-    """The state of a process.   ending: how it ended, as in layout.ProcessEnd, or "" and `state` "stopped", "running" """
+    """The state of a process.   state: "running", "stopped", "dead"; ending: how it ended, as in layout.ProcessEnd;
+    outcome, code: of the call whose error ended it"""
 
     state: str = "running"
     ending: str = ""
     end: str = ""
     end_at: float = 0.0
-    failed_in: tuple[str, int] = ("", 0)
+    outcome: str = ""
+    code: int = -1
     where: str = ""
     recorded: bool = True
     heartbeat: float = NOW - 0.5
@@ -166,9 +167,14 @@ class Rank:
 
 @dataclass
 class Membership:
-    """A communicator as one rank has it."""
+    """A communicator as one rank has it.
+
+    completed  the newest call that its watchdog knows to have completed; waits_at, awaited_at: see CommRecord"""
 
     made: float
+    completed: int = 0
+    waits_at: float = 0.0
+    awaited_at: float = 0.0
     calls: list[Call] = field(default_factory=list)
     numbers: int = 0
     groups: int = 0
@@ -218,7 +224,23 @@ class Job:
             own = [thread for thread in self.threads if thread.rank == rank]
             if self.exits and process.state == "running" and all(thread.finished for thread in own):
                 process.state, process.ending, process.end, process.end_at = "dead", "CLEAN", "exit", self._tick()
+        for (name, rank), own in self.members.items():
+            self._observe(name, rank, own)
         return all(thread.finished for thread in self.threads)
+
+    def _observe(self, name: str, rank: int, own: Membership) -> None:
+        """Note what the watchdog of a rank sees. A mark on the streams passes only as a whole, so some calls before one
+        that hangs may not be known to have completed."""
+        process = self.ranks[rank]
+        before = min((call.entry for call in own.calls if not call.done), default=len(own.calls) + 1) - 1
+        streams = {call.stream for call in own.calls if not call.done and call.stream}
+        own.completed = self.rng.randint(0, before) if streams and self.rng.random() < 0.5 else before
+        if streams:
+            own.waits_at = process.heartbeat if process.state == "dead" else NOW - 1.0
+        if not self.cuda or self.comms[name].route:
+            waits = [thread for thread in self.threads if thread.rank == rank and thread.waits and thread.in_wait]
+            waits = [thread for thread in waits if streams & {call.stream for call in thread.blocked}]
+            own.awaited_at = min((thread.since for thread in waits), default=0.0)
 
     def _tick(self) -> float:
         self.clock += self.rng.uniform(0.002, 0.02)
@@ -425,9 +447,14 @@ class Job:
                     for call in unit.calls:
                         call.active = False
 
-    def fail(self, call: Call, outcome: str, error: str, result: int = 0, lost: int = -1) -> None:
-        """A call has raised.   outcome: as in layout.Outcome"""
-        call.outcome, call.error, call.result, call.lost = outcome, error, result, lost
+    def fail(self, call: Call, outcome: str, error: str, code: int = -1) -> None:
+        """A call has raised.   outcome: name of an Outcome; code: its detail"""
+        call.outcome, call.error, call.code = outcome, error, code
+
+    def returned_to_caller(self, call: Call) -> bool:
+        """Return whether a call completed with its return, not on a stream."""
+        route = self.comms[call.op.comm].route
+        return bool(call.returned) and (route or (not self.cuda and not call.stream))
 
     # The state at the end
 
@@ -446,10 +473,10 @@ def nbytes(call: Call) -> int:
 
 
 FAILURES = (
-    ("RAISED", "RuntimeError: a hook of the user", 0),
+    ("RAISED", "RuntimeError: a hook of the user", -1),
     ("NCCL_FAILED", "NcclSystemError: ncclAllReduce: the link broke", 2),
     ("NCCL_FAILED", "NcclInternalError: ncclAllReduce", 3),
-    ("INTERRUPTED", "KeyboardInterrupt: ", 0),
+    ("INTERRUPTED", "KeyboardInterrupt: by hand", 2),
 )
 ENDS = {
     "kill": ("KILLED", ""),
