@@ -36,7 +36,8 @@ class Draft:
     hidden: int = -1  # the rank whose record is missing
 
     def job(self) -> Job:
-        threads = [(rank, steps) for rank, steps in enumerate(self.main)] + list(self.side.items())
+        threads = [(rank, False, steps) for rank, steps in enumerate(self.main)]
+        threads += [(rank, True, steps) for rank, steps in self.side.items()]
         job = Job(self.comms.values(), threads, self.rng.randrange(1 << 30), self.cuda)
         job.exits, job.broken = self.exits, self.broken
         if self.hidden >= 0:
@@ -261,7 +262,7 @@ def _side_threads(draft: Draft) -> None:
     rng = draft.rng
     ranks = tuple(sorted(rng.sample(range(draft.size), rng.randint(2, draft.size))))
     for name in ("side0", "side1"):
-        draft.comms[name] = Comm(name, ranks, parent="world")
+        draft.comms[name] = Comm(name, ranks, parent="world", side=True)
     draft.side = {rank: [] for rank in ranks}
     for _ in range(rng.randint(2, 5)):
         op = draft.collective(rng.choice(("side0", "side1")))
@@ -668,9 +669,14 @@ def allowed(case: Case) -> tuple[set[int], set[int]]:
         return set(), set()
     if case.exact or not truth.waiting:
         alone = case.job.ranks[case.rank].state == "running" and not truth.waiting
-        return (set(), set()) if alone else (rank, rank)
-    may = truth.sides or truth.cycle | truth.idle
-    return may, rank & may or set()
+        if alone:
+            return set(), set()
+        # With CUDA, a rank that is asleep might as well wait for what it has on a stream.
+        return rank | (truth.cycle_of(case.rank) if case.job.cuda and case.fault == "asleep" else set()), rank
+    if truth.sides:
+        return truth.sides, rank & truth.sides
+    known = truth.cycle | truth.idle
+    return known | truth.cycle_of(case.rank), rank & known
 
 
 def outcome_of(case: Case, named: set[int]) -> str:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -36,7 +36,7 @@ ITEMSIZE = {"FLOAT32": 4, "BFLOAT16": 2, "": 1}
 @dataclass(frozen=True)
 class Comm:
     """A communicator.   ranks: global ranks; listed: whether its records list them; made: it exists from the start;
-    route: the messages of two ranks in one direction, each of which goes on by itself"""
+    route: the messages of two ranks in one direction, each of which goes on by itself; side: second threads use it"""
 
     name: str
     ranks: tuple[int, ...]
@@ -44,6 +44,7 @@ class Comm:
     listed: bool = True
     made: bool = True
     route: bool = False
+    side: bool = False
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,7 @@ class Thread:
 
     rank: int
     steps: Sequence[Step]
+    side: bool = False
     at: int = 0
     blocked: list[Call] = field(default_factory=list)
     in_wait: bool = False
@@ -143,10 +145,7 @@ class Thread:
 
     @property
     def finished(self) -> bool:
-        return self.at >= len(self.steps) and not self.waits
-
-    def uses(self, comm: str) -> bool:
-        return any(op.comm == comm for step in self.steps for op in step.ops)
+        return self.at >= len(self.steps) and not self.waits and not self.asleep
 
 
 @dataclass
@@ -186,15 +185,15 @@ class Membership:
 class Job:
     """A job of ranks that run programs.
 
-    threads   of all ranks; cuda: calls on streams are observed as with CUDA, else as with the host library
+    threads   rank, whether it is a second thread, steps; cuda: calls on streams are observed as with CUDA, else as with the host library
     broken    (communicator, number): a collective that never completes although all ranks have entered it
     """
 
     def __init__(
-        self, comms: Iterable[Comm], threads: Iterable[tuple[int, Sequence[Step]]], seed: int, cuda: bool = False
+        self, comms: Iterable[Comm], threads: Iterable[tuple[int, bool, Sequence[Step]]], seed: int, cuda: bool = False
     ) -> None:
         self.comms = {comm.name: comm for comm in comms}
-        self.threads = [Thread(rank, steps) for rank, steps in threads]
+        self.threads = [Thread(rank, steps, side) for rank, side, steps in threads]
         self.size = 1 + max(thread.rank for thread in self.threads)
         self.cuda, self.rng, self.clock = cuda, random.Random(seed), START
         self.broken: tuple[str, int] = ("", 0)
@@ -491,31 +490,30 @@ Node: TypeAlias = "Thread | Call"
 class Truth:
     """Who waits for whom in a job that has been played: threads wait for calls, and calls for threads or calls.
 
+    waiting  the ranks that are blocked
     cycle    the ranks in cycles; idle: the ranks that keep others waiting and wait for nothing
     sides    the ranks whose calls do not match: the minority, or all without a majority
-    waiting  the ranks that are blocked"""
+    hits     the situations that occur in it"""
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.hits: set[str] = set()  # the situations that occur in it
-        self._after: dict[Node, list[Node]] = {}
-        blocked = [thread for thread in job.threads if self._blocked(thread)]
-        queue: list[Node] = [*blocked]
-        for node in queue:
-            if node not in self._after:
-                self._after[node] = self._edges(node)
-                queue += self._after[node]
+        self.hits: set[str] = set()
+        blocked: list[Node] = [thread for thread in job.threads if self._blocked(thread)]
         self.waiting = {thread.rank for thread in blocked}
-        self.cycle = {node.rank for part in _cycles(self._after) for node in part}
-        self.idle = {node.rank for node, after in self._after.items() if isinstance(node, Thread) and not after}
-        self.sides = self._mismatched_messages()
-        self._mismatches()
+        after = _reach(blocked, self._edges)
+        self.cycle = {node.rank for part in _cycles(after) for node in part}
+        self.idle = {node.rank for node, others in after.items() if isinstance(node, Thread) and not others}
+        self.sides = self._mismatched_messages() | self._mismatches()
+        self._blocked_threads = blocked
 
-    def _lives(self, rank: int) -> bool:
-        return self.job.ranks[rank].state == "running"
+    def cycle_of(self, rank: int) -> set[int]:
+        """Return the ranks of the cycles with this rank if all is counted that the records do not exclude: a call that
+        has not begun needs its ranks too, and with CUDA a thread may wait for any call of its rank."""
+        after = _reach(self._blocked_threads, self._possible_edges)
+        return {node.rank for part in _cycles(after) if any(node.rank == rank for node in part) for node in part}
 
     def _blocked(self, thread: Thread) -> bool:
-        return self._lives(thread.rank) and not thread.asleep and thread.waits
+        return self.job.ranks[thread.rank].state == "running" and not thread.asleep and thread.waits
 
     def _edges(self, node: Node) -> list[Node]:
         job = self.job
@@ -523,28 +521,50 @@ class Truth:
             return [call for call in node.blocked if not call.done] if self._blocked(node) else []
         if node.done or node.outcome:
             return []
-        if job.ranks[node.rank].state == "dead":
-            return [next(thread for thread in job.threads if thread.rank == node.rank)]
-        if not node.active:
-            ahead = [queue[0] for queue in job.unit_of(node).queues if queue[0] is not job.unit_of(node)]
-            if not ahead:  # of a stopped process
-                return [next(thread for thread in job.threads if thread.rank == node.rank)]
-            self.hits |= {"W2 one stream"} if node.stream else set()
-            return [call for unit in ahead for call in unit.calls if not call.done]
-        message = node.op.operation in (*MESSAGES, "wait_signal")
-        others = {} if message else job.meeting(node)
-        if message and (other := job.partner(node)) is not None:
-            others = {other.rank: other}
+        unit = job.unit_of(node)
+        ahead = [call for queue in unit.queues if queue[0] is not unit for call in queue[0].calls if not call.done]
+        if job.ranks[node.rank].state == "dead" or not (node.active or ahead):  # or of a stopped process
+            return self._threads(node.rank, node.op.comm)
+        if ahead:
+            self.hits.add("W2 one stream" if node.stream else "W2 one communicator")
+            return ahead
+        self.hits.add(f"point {self._kind(node)}")
+        return self._others(node)
+
+    def _possible_edges(self, node: Node) -> list[Node]:
+        found = self._edges(node)
+        if isinstance(node, Thread):
+            if self.job.cuda and self.job.ranks[node.rank].state == "running":
+                found += [call for call in self.job.pending(node.rank) if call.stream and not call.outcome]
+        elif found and not node.active:
+            found += self._others(node)
+        return found
+
+    def _others(self, call: Call) -> list[Node]:
+        """Return what a call waits for on other ranks, once it has begun."""
+        job, message = self.job, call.op.operation in (*MESSAGES, "wait_signal")
+        others = {} if message else job.meeting(call)
+        if message and (half := job.partner(call)) is not None:
+            others = {half.rank: half}
         found: list[Node] = []
-        self.hits.add(f"point {node.op.operation if message or not node.op.numbered or node.op.operation in MEETINGS else 'collective'}")
-        for rank in job.needed(node) - {node.rank}:
+        for rank in job.needed(call) - {call.rank}:
             other = others.get(rank)
             if other is None:
-                found += self._threads(rank, node.op.comm)
-                self._count(node, rank, found[-1])
+                found += self._threads(rank, call.op.comm)
+                self._count(call, rank, found[-1])
             elif not other.active or job.ranks[rank].state == "dead":
                 found.append(other)
         return found
+
+    @staticmethod
+    def _kind(call: Call) -> str:
+        operation = call.op.operation
+        return "collective" if call.op.numbered and operation != "split" else operation
+
+    def _threads(self, rank: int, comm: str) -> list[Node]:
+        """Return the thread of a rank that makes the calls of a communicator."""
+        own = [thread for thread in self.job.threads if thread.rank == rank]
+        return [thread for thread in own if thread.side == self.job.comms[comm].side]
 
     def _count(self, call: Call, rank: int, thread: Node) -> None:
         """Count the reason for which a rank is missing."""
@@ -564,28 +584,22 @@ class Truth:
         if early and not any(other in thread.blocked for other in early):
             self.hits.add("W3 an early irecv")
 
-    def _threads(self, rank: int, comm: str) -> list[Thread]:
-        """Return the threads of a rank that could make a call on a communicator."""
-        own = [thread for thread in self.job.threads if thread.rank == rank]
-        using = [thread for thread in own if thread.uses(comm)]
-        return using or own[:1]
-
-    def _mismatches(self) -> None:
-        """Compare the first calls that differ, as the records have them: also those that have not begun."""
-        first: dict[str, tuple[int, list[Call]]] = {}
+    def _mismatches(self) -> set[int]:
+        """Compare the first calls that differ on each communicator, as the records have them: also those that have not
+        begun."""
         by_number: dict[tuple[str, int], list[Call]] = {}
         for (name, _), own in self.job.members.items():
             for call in own.calls:
                 if call.number:
                     by_number.setdefault((name, call.number), []).append(call)
-        for (name, number), calls in sorted(by_number.items()):
-            if len({call.op.signature for call in calls}) > 1 and name not in first:
-                first[name] = number, calls
-        for _, calls in first.values():
+        found: dict[str, set[int]] = {}
+        for (name, _), calls in sorted(by_number.items()):
             votes = Counter(call.op.signature for call in calls)
-            majority, most = votes.most_common(1)[0]
-            odd = {call.rank for call in calls if 2 * most <= len(calls) or call.op.signature != majority}
-            self.sides |= odd
+            if len(votes) > 1 and name not in found:
+                usual, most = votes.most_common(1)[0]
+                all_of_them = 2 * most <= len(calls)
+                found[name] = {call.rank for call in calls if all_of_them or call.op.signature != usual}
+        return set().union(*found.values())
 
     def _mismatched_messages(self) -> set[int]:
         found: set[int] = set()
@@ -594,6 +608,17 @@ class Truth:
                 if send.op.operation == "send" and nbytes(send) != nbytes(recv):
                     found |= {send.rank, recv.rank}
         return found
+
+
+def _reach(starts: Iterable[Node], edges: Callable[[Node], list[Node]]) -> dict[Node, list[Node]]:
+    """Return the edges of all nodes that can be reached."""
+    after: dict[Node, list[Node]] = {}
+    queue = [*starts]
+    for node in queue:
+        if node not in after:
+            after[node] = edges(node)
+            queue += after[node]
+    return after
 
 
 def _cycles(after: dict[Node, list[Node]]) -> list[list[Node]]:
