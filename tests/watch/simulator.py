@@ -8,7 +8,7 @@ or go to a stream, waits for streams, and what a fault makes of it (asleep, kill
     wait_signal   the n-th one completes after the peer's n-th signal
     init, split, shrink, grow, finalize, destroy   complete once all ranks that are not excluded have called them
     order         a call begins once all earlier calls of its rank on its stream and on its communicator are complete;
-                  calls of one group begin together
+                  calls of one group begin together; on the host, a wait_signal is ordered by its stream only
 
 `Job.play` runs until nothing moves. Then `Truth` says which ranks wait in cycles, and which ranks keep others waiting.
 """
@@ -290,7 +290,9 @@ class Job:
         else:
             thread.blocked = calls
         unit = Unit(calls)
-        keys: list[int | str] = list(dict.fromkeys(op.comm for op in step.ops))
+        # The host library's wait_signal is in the order of its stream only.
+        ordered = [op.comm for op in step.ops if self.cuda or op.operation != "wait_signal"]
+        keys: list[int | str] = list(dict.fromkeys(ordered))
         for key in [*([step.stream] if step.stream else []), *keys]:
             queue = self._queue(rank, key)
             queue.append(unit)
