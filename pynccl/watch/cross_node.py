@@ -187,7 +187,10 @@ def _shortened(comm: CommRecord, max_calls: int) -> CommRecord:
     unfinished = next((call for call in comm.calls if call.state not in (COMPLETED, FAILED)), None)
     if unfinished is not None and unfinished not in last:
         last = [unfinished, *last[1:]]
-    return replace(comm, calls=last, cut=first > 0 and max_calls <= _MAX_CALLS_OF_MANY)
+    messages = {(call.operation, call.peer): call for call in comm.calls if call.message}  # the newest of each peer
+    newest = sorted((call for call in messages.values() if call not in last), key=lambda call: call.entry)
+    last = [*newest[-_MAX_GROUP_CALLS:], *last]
+    return replace(comm, calls=last, cut=len(newest) > _MAX_GROUP_CALLS)
 
 
 def _same_group(one: CallRecord, other: CallRecord) -> bool:

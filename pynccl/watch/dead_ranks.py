@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 
 from ..bindings.errors import Outcome
 from .formatting import ago, at, call_site, clean
+from .graph import COMM_ENDED, Finding, Priority, SyncPoint, WaitGraph
 from .job import MAX_LINES, Group, names_of
 from .layout import ENDED_AS, ProcessEnd
 from .records import DEAD, FAILED, INSIDE, STOPPED, CallRecord, ProcessRecord
-from .wait_graph import COMM_ENDED, Finding, SyncPoint, WaitGraph, Weight
 
 
 def find_unavailable_ranks(graph: WaitGraph) -> Iterator[Finding]:
@@ -55,15 +55,15 @@ def _find_dead(graph: WaitGraph) -> Finding | None:
     group = points[0].group if points else None
     every = f"all {len(ended):,} processes have ended: " if len(ended) == len(job.processes) > 1 else ""
     # Mismatched calls have priority over exits caused by NCCL's own errors.
-    weight = Weight.ENDED_BY_NCCL if first.ending == ProcessEnd.CALL_FAILED else Weight.ENDED
-    weight = Weight.CONSEQUENCE if first.gave_up else weight
+    priority = Priority.ENDED_BY_NCCL if first.ending == ProcessEnd.CALL_FAILED else Priority.PROCESS_ENDED
+    priority = Priority.CONSEQUENCE if first.gave_up else priority
     member = job.member(first, group)
     details = [f"{job.name(first, group)}: {member.progress()}"] if member else []
     details += [f"also: {describe_end(graph, process)}" for process in others if not process.gave_up][:MAX_LINES]
     places = [first.end_site, *(call.site for call in _inside(graph, first).values()), first.where]
     return graph.finding(
         "dead",
-        weight,
+        priority,
         every + describe_end(graph, first, group) + _waiting_clause(points),
         points=points,
         details=details,
@@ -115,7 +115,7 @@ def _find_stopped(graph: WaitGraph) -> Finding | None:
     members = [member for process in halted for member in job.members.get(id(process), [])[:1]]
     return graph.finding(
         "stopped",
-        Weight.STOPPED,
+        Priority.STOPPED,
         texts[0] + _waiting_clause(points),
         points=points,
         details=texts[1:MAX_LINES],
@@ -137,7 +137,7 @@ def _find_ended_comm(graph: WaitGraph, point: SyncPoint) -> Finding:
     text += ", which it never entered"
     return graph.finding(
         "left",
-        Weight.COMM_ENDED,
+        Priority.COMM_ENDED,
         text,
         points=[point],
         details=graph.job.status_lines(members),
@@ -161,16 +161,16 @@ def _find_failure(graph: WaitGraph, group: Group) -> Finding | None:
     text = f"{names_of([member])}'s {group.describe(call)}{_raised(call)}{ago(member.process, call.returned)}"
     text += f"; {points[0].waiting(' there')}" if points else ""
     # A mismatch that only the library reports is uncertain: the records do not show it.
-    weight = Weight.FAILED
+    priority = Priority.FAILED
     if call.gave_up:
-        weight = Weight.UNCERTAIN if call.outcome == Outcome.MISMATCH else Weight.FAILED_SINCE
+        priority = Priority.UNCERTAIN if call.outcome == Outcome.MISMATCH else Priority.FAILED_SINCE
     details = [
         f"{names_of([one])}: {group.call_name(other)}{call_site(other)}{_raised(other)}"
         for one, other in rows[1:MAX_LINES]
     ]
     return graph.finding(
         "failed",
-        weight,
+        priority,
         text,
         points=points,
         details=details,

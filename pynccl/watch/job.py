@@ -7,9 +7,13 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from ..bindings.abi import Result
+from ..bindings.errors import Outcome
 from .formatting import ago, call_name, clean, global_rank, maker, place, ranks_text, seconds
+from .layout import ProcessEnd
 from .records import DEAD, FAILED, LAUNCHED, STOPPED, UNKNOWN, CallRecord, CommRecord, ProcessRecord
 
+MESSAGES = ("send", "recv")
 MAX_LINES = 8  # about single ranks in one finding
 _MAX_RANKS = 1 << 16  # of one communicator; a damaged file may contain any size
 
@@ -25,6 +29,7 @@ class Member:
     def __init__(self, group: Group, process: ProcessRecord, comm: CommRecord, joined: bool = True) -> None:
         self.group, self.process, self.comm, self.joined = group, process, comm, joined
         self.rank = comm.rank
+        _number_messages(comm.calls)
         self.numbered = {call.number: call for call in comm.calls if call.number > 0}
         unfinished = [call for call in comm.calls if call.may_wait and not 0 < call.number <= comm.completed]
         self.pending = [self.resolve_check(call) for call in unfinished]
@@ -67,6 +72,15 @@ class Member:
             end = process.end_at or process.heartbeat or process.now
         begin = max(call.issued, self.comm.awaited_at or end) if call.posted else call.issued
         return max(0.0, end - begin) if begin > 0 and end > 0 else 0.0
+
+
+def _number_messages(calls: Sequence[CallRecord]) -> None:
+    """Number the messages of a record that has no numbers for them, which is complete then."""
+    counts: Counter[tuple[str, int]] = Counter()
+    for call in calls:
+        if call.operation in MESSAGES:
+            key = call.operation, call.peer
+            counts[key] = call.message = call.message or counts[key] + 1
 
 
 @dataclass(eq=False)
@@ -117,6 +131,7 @@ class Job:
     """All communicators of the processes, and the rank of each process in them."""
 
     def __init__(self, processes: Sequence[ProcessRecord]) -> None:
+        processes = _with_peers_blamed(processes)
         self.groups = _groups(processes)
         self.members: dict[int, list[Member]] = {}  # by id() of the process
         for group in self.groups:
@@ -192,6 +207,43 @@ def _last_seen_at(member: Member) -> str:
 
 def _name_on(process: ProcessRecord, call: CallRecord) -> str:
     return call_name(call, next((comm.ranks for comm in process.comms if comm.last() is call), ()))
+
+
+# What NCCL's errors say
+
+
+def _with_peers_blamed(processes: Sequence[ProcessRecord]) -> list[ProcessRecord]:
+    """Return the records. Errors by which NCCL also reports the end of a peer are PEER_LOST there, if one has died, was
+    stopped, or has failed by itself."""
+    fallen: dict[str, set[int]] = {}
+    for process in processes:
+        for comm in process.comms:
+            if _has_fallen(process, comm):
+                fallen.setdefault(comm.uid, set()).add(id(process))
+
+    def blamed(process: ProcessRecord, comm: CommRecord) -> CommRecord:
+        if not any(map(_vague, comm.calls)) or not fallen.get(comm.uid, set()) - {id(process)}:
+            return comm
+        calls = [dataclasses.replace(call, outcome=Outcome.PEER_LOST) if _vague(call) else call for call in comm.calls]
+        return dataclasses.replace(comm, calls=calls)
+
+    found = []
+    for process in processes:
+        comms = [blamed(process, comm) for comm in process.comms]
+        changed = any(one is not other for one, other in zip(comms, process.comms, strict=True))
+        outcome = Outcome.PEER_LOST if changed and _vague(process) else process.outcome
+        found.append(dataclasses.replace(process, comms=comms, outcome=outcome) if changed else process)
+    return found
+
+
+def _vague(ended: CallRecord | ProcessRecord) -> bool:
+    return ended.outcome == Outcome.NCCL_FAILED and ended.code in (Result.SYSTEM_ERROR, Result.INTERNAL_ERROR)
+
+
+def _has_fallen(process: ProcessRecord, comm: CommRecord) -> bool:
+    ended = process.state == DEAD and process.ending != ProcessEnd.CALL_FAILED
+    causes = (call for call in comm.calls if call.state == FAILED and not call.gave_up and not _vague(call))
+    return ended or process.state == STOPPED or any(call.outcome != Outcome.ABORTED_BY_PROGRAM for call in causes)
 
 
 # Assign records to ranks

@@ -137,7 +137,8 @@ POSTED = 2  # made by a thread of its own: the program went on
 UNKNOWN_STREAM = 4  # nothing tells whether it has run: see pynccl/interop/handles.py
 NO_COUNT = 0xFFFFFFFFFFFFFFFF
 
-# Operation -> index of its count among the C arguments (the data type follows it), and the arguments after that.
+# Operation -> index of its count among the C arguments (the data type follows it), and the arguments after that. The
+# number of a message is none of them: the recorder counts.
 ARGUMENTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "all_reduce": (2, ("op",)),
     "reduce_scatter": (2, ("op",)),
@@ -147,8 +148,8 @@ ARGUMENTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "scatter": (2, ("root",)),
     "all_gather": (2, ()),
     "all_to_all": (2, ()),
-    "send": (1, ("peer",)),
-    "recv": (1, ("peer",)),
+    "send": (1, ("peer", "message")),
+    "recv": (1, ("peer", "message")),
     "put_signal": (1, ("peer",)),
 }
 SIGNALS = ("signal", "wait_signal")  # without count and data type, but with a peer

@@ -6,9 +6,9 @@ from collections import Counter
 
 from ..bindings.abi import ELEMENTS
 from .formatting import call_site, call_text
+from .graph import Finding, Priority, SyncPoint, WaitGraph
 from .job import MAX_LINES, Group
 from .records import CallRecord
-from .wait_graph import Finding, SyncPoint, WaitGraph, Weight
 
 _COMPARED_BY_NAME = ("init", "split", "group plan", "barrier", "grow", "shrink")  # only the operation is compared
 _ITEMSIZE = {element.dtype.name: element.itemsize for element in ELEMENTS}
@@ -50,7 +50,7 @@ def _mismatch(graph: WaitGraph, group: Group) -> Finding | None:
     details = [*[*sides, *others][:MAX_LINES], "every rank must make the same collective calls in the same order"]
     return graph.finding(
         "mismatch",
-        Weight.MISMATCH,
+        Priority.MISMATCH,
         text,
         points=points,
         details=details,
@@ -82,7 +82,7 @@ def _key(call: CallRecord) -> tuple[str | int, ...]:
 def _size_mismatch(graph: WaitGraph, point: SyncPoint) -> Finding | None:
     """Compare the sizes of a send and its recv."""
     calls = {call.operation: (rank, call) for rank, call in point.arrived.items()}
-    if calls.keys() != {"send", "recv"} or not point.paired:
+    if calls.keys() != {"send", "recv"}:
         return None
     group, (source, send), (target, recv) = point.group, calls["send"], calls["recv"]
     sent, expected = (call.count * _ITEMSIZE.get(call.dtype, -1) for call in (send, recv))
@@ -94,4 +94,4 @@ def _size_mismatch(graph: WaitGraph, point: SyncPoint) -> Finding | None:
     )
     culprits = [(group.uid, source), (group.uid, target)]
     sites = [send.site, recv.site]
-    return graph.finding("mismatch", Weight.MISMATCH, text, points=[point], culprits=culprits, sites=sites)
+    return graph.finding("mismatch", Priority.MISMATCH, text, points=[point], culprits=culprits, sites=sites)

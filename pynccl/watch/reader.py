@@ -255,6 +255,7 @@ class _File:
             count=-1 if count == layout.NO_COUNT else count,
             dtype=_name(DataType, dtype),
             op=_name(RedOp, op) or ("PRE_MUL_SUM" if op > 0 else ""),
+            message=rest.get("message", 0),
             root=rest.get("root", -1),
             peer=rest.get("peer", -1),
             stream=stream,

@@ -44,6 +44,7 @@ class CallRecord:
     operation   "all_reduce", "send", "split", "barrier", "init", "group plan", ...
     count       number of elements; -1 without one. dtype: "FLOAT32" or ""; op: "SUM" or ""
     root, peer  ranks in the communicator; -1 without one
+    message     the number of a send among those to its peer, or of a recv among those from it, from 1; 0: not one
     group       calls of one rank with the same number were issued as one group; 0: not in a group
     posted      the program went on, and waits for it only at CommRecord.awaited_at. With the host library: calls on
                 streams, messages of torch.distributed. Not with CUDA, where the program's waits are unknown
@@ -60,6 +61,7 @@ class CallRecord:
     count: int = -1
     dtype: str = ""
     op: str = ""
+    message: int = 0
     root: int = -1
     peer: int = -1
     stream: int = 0
@@ -101,7 +103,7 @@ class CommRecord:
     name     for messages: CommConfig.comm_name, else its origin: "init", "split of init, color 0"
     entered  number of the last collective it entered; completed: of the last collective that completed
     calls    the last ones, oldest first
-    cut      whether the record was truncated so far that omitted calls may matter
+    cut      whether the newest messages to and from some peers are omitted
     waits_at when its streams were last observed waiting for calls issued earlier
     awaited_at  since when the program waits for its posted calls; 0.0: it does not
     ranks    global rank of each of its ranks; []: unknown

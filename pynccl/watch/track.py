@@ -59,6 +59,7 @@ class Track:
         self._use_region(memory)
         self._ring, self._strings, self._operations = layout.CALLS, recorder.strings, _Operations(recorder)
         self._groups = itertools.count(1)
+        self._messages: dict[tuple[int, int], int] = {}  # operation and peer -> number of messages so far
         self._closed_streams: dict[int, int] = {}  # stream -> the newest call when it was closed
         self._sources: dict[int, weakref.ref[Any]] = {}  # stream -> the object of another library that has it
         self.explains = False  # whether an error of this communicator has been explained
@@ -149,7 +150,9 @@ class Track:
         if at:
             count, dtype = inputs[at], inputs[at + 1]
             first = inputs[at + 2] if rest else 0
-            second = inputs[at + 3] if rest == 2 else 0
+            second = 0
+            if rest == 2:  # of a message, the second one is its number
+                second = self._number_message(number, first) if at == 1 else inputs[at + 3]
         else:
             count, dtype, first, second = layout.NO_COUNT, -1, _peer(operation, inputs), 0
         self.head = entry = self.head + 1
@@ -186,6 +189,11 @@ class Track:
             entry,
         )
         return entry
+
+    def _number_message(self, operation: int, peer: int) -> int:
+        """Return the number of this message among those to, or from, this peer."""
+        self._messages[operation, peer] = number = self._messages.get((operation, peer), 0) + 1
+        return number
 
     def _note_source(self, stream: int) -> int:
         """Note who vouches for a stream, and return the flag of one for which nobody does."""

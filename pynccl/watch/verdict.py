@@ -16,10 +16,10 @@ from typing import Any
 from ..bindings.errors import Outcome
 from .dead_ranks import describe_end, find_unavailable_ranks
 from .formatting import call_site, seconds
+from .graph import NO_RECORD, Dependency, Finding, Priority, SyncPoint, WaitGraph
 from .job import MAX_LINES, Job, Member, names_of
 from .mismatches import find_mismatches
 from .records import DEAD, FAILED, ProcessRecord
-from .wait_graph import NO_RECORD, Dependency, Finding, SyncPoint, WaitGraph, Weight
 
 NOTHING_WRONG = ("running", "finished", "empty")
 _MIN_WAIT_BEFORE_KILL = 5.0  # seconds; if all processes were killed after such a wait, the wait is the cause
@@ -63,12 +63,12 @@ def judge(processes: Sequence[ProcessRecord], *, min_wait: float = 0.0, uid: str
     uid  the communicator of interest: if several wait for the same rank, the verdict names this one"""
     if not processes:
         text = "no records found here (another node? another PYNCCL_WATCH_DIR?)"
-        return Verdict("empty", Weight.CONSEQUENCE, text)
+        return Verdict("empty", Priority.CONSEQUENCE, text)
     graph = WaitGraph(Job(processes), min_wait, uid)
     found = _find_all(graph)
     if graph.post_mortem:
         _reweigh_post_mortem(graph, found)
-    found.sort(key=lambda finding: (finding.weight, -finding.waiting, -finding.age))
+    found.sort(key=lambda finding: (finding.priority, -finding.waiting, -finding.age))
     found = _without_repeats(found) or [_nothing_wrong(graph.job)]
     for finding in found:
         finding.sentence = finding.sentence.rstrip(".") + "."
@@ -133,17 +133,17 @@ def _reweigh_post_mortem(graph: WaitGraph, found: list[Finding]) -> None:
     silent = all(process.killed or process.exited_cleanly or process.gave_up for process in graph.job.processes)
     for finding in found:
         if finding.kind == "dead":
-            finding.weight = Weight.KILLED if silent else finding.weight
+            finding.priority = Priority.KILLED if silent else finding.priority
         elif finding.kind != "mismatch" and not (silent and finding.age >= _MIN_WAIT_BEFORE_KILL):
-            finding.weight = Weight.BEFORE_THE_END
+            finding.priority = Priority.BEFORE_THE_END
 
 
 def _nothing_wrong(job: Job) -> Finding:
     ended = sum(process.state == DEAD for process in job.processes)
     running = len(job.processes) - ended
     if not running:
-        return Finding("finished", Weight.CONSEQUENCE, f"all {ended:,} ranks have finished")
-    return Finding("running", Weight.CONSEQUENCE, f"no rank is stuck: {running:,} running, {ended:,} finished")
+        return Finding("finished", Priority.CONSEQUENCE, f"all {ended:,} ranks have finished")
+    return Finding("running", Priority.CONSEQUENCE, f"no rank is stuck: {running:,} running, {ended:,} finished")
 
 
 # Live ranks that block others: they are elsewhere, wait for each other in a cycle, or make no progress
@@ -186,7 +186,7 @@ def _not_entered(graph: WaitGraph, point: SyncPoint, members: Sequence[Member]) 
             details.append(f"{point.group.names([rank])} waits there in the same process: {fix}")
     return graph.finding(
         kind,
-        Weight.NOT_ENTERED,
+        Priority.NOT_ENTERED,
         text,
         points=[point],
         details=details,
@@ -206,7 +206,7 @@ def _no_record(graph: WaitGraph, point: SyncPoint) -> Finding:
     if ended and ended[0].outcome == Outcome.MISMATCH:  # this error names the mismatched calls
         text, details[0] = details[0], text
     culprits = [(point.group.uid, rank) for rank in ranks]
-    return graph.finding("missing", Weight.UNKNOWN, text, points=[point], details=details, culprits=culprits)
+    return graph.finding("missing", Priority.UNKNOWN, text, points=[point], details=details, culprits=culprits)
 
 
 def _matching_call(point: SyncPoint) -> str:
@@ -240,7 +240,7 @@ def _crossed(graph: WaitGraph, cycle: Sequence[SyncPoint]) -> Finding:
         sites += [call.site for call in (dependency.earlier_call, dependency.later_call) if call]
     return graph.finding(
         "crossed",
-        Weight.CROSSED if certain else Weight.UNCERTAIN,
+        Priority.CROSSED if certain else Priority.UNCERTAIN,
         f"ranks wait for each other: {', '.join(texts)}{more}",
         points=cycle,
         details=details,
@@ -286,7 +286,7 @@ def _stalled(graph: WaitGraph, point: SyncPoint) -> Finding:
     several = len({(member.process.machine, member.process.host) for member in members[:4]}) > 1
     return graph.finding(
         "stalled",
-        Weight.STALLED_BETWEEN_NODES if several else Weight.STALLED,
+        Priority.STALLED_BETWEEN_NODES if several else Priority.STALLED,
         text,
         points=[point],
         details=graph.job.status_lines(members[:4]),

@@ -23,7 +23,7 @@ ORDER: dict[str, str] = {
         interop.dlpack interop.tensors interop.handles interop.buffers interop.devices interop.events interop.keepalive
         interop.streams
         watch.layout watch.records watch.settings watch.folder watch.frames watch.attribution watch.recorder
-        watch.track watch.reader watch.formatting watch.job watch.wait_graph watch.mismatches
+        watch.track watch.reader watch.formatting watch.job watch.graph watch.mismatches
         watch.dead_ranks watch.verdict watch.store watch.cross_node watch.diagnosis watch.exit_hooks
         watch.progress watch.watchdog
         comm.deadline comm.observers comm.scratch comm.base comm.call comm.consistency comm.redop comm.groups

@@ -1,35 +1,50 @@
-"""The wait-for graph: which calls need several ranks, which of these have entered, and what blocks the others.
+"""Who waits for whom: which calls need several ranks, which of these have entered, and what blocks the others.
 
-A sync point is a collective with one number, or a send with its recv. It waits for another sync point if a rank that
-it needs is inside that one, or issued that one first. A cycle of sync points means that calls are crossed. If a sync
-point waits for a rank that waits for nothing, that rank is the cause.
+A sync point is a call that needs several ranks, here P and Q:
+
+    point                            needs                matched by                             reached when
+    collective, init, split          all ranks            its number on the communicator         entered
+    message                          source, target       n-th send s > t with n-th recv t < s   own half entered
+    wait_signal                      the peer             -                                      never: not matched
+    finalize destroy shrink grow     all (not excluded)   the operation                          called, or comm ended
+
+    W1  P waits for Q: a rank that P needs is in Q, and not in P  certain: its thread or stream is known to be blocked
+    W2  P waits for Q: a rank issued Q before P                   certain on one stream; not within a group, and not
+                                                                  between two threads
+    W3  no wait: a posted call, while the program waits for nothing behind it (an early irecv)
+
+A rank that has not reached P is missing there, for the first of these reasons that holds: its process is dead, is
+stopped, its call raised, its communicator has ended, it has not entered P (if that is because it waits in Q, see W1, it
+is no cause), it has no record. A call that failed because of other ranks (records.WAITED) counts as a wait until then.
+
+A cycle of sync points means that calls are crossed. Of the others, findings.py reports the first by Priority.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, auto
-from itertools import chain, zip_longest
+from itertools import chain
 from typing import Any
 
+from ..bindings.errors import Outcome
 from .formatting import line_of, seconds
-from .job import Group, Job, Member
+from .job import MESSAGES, Group, Job, Member
 from .records import COMPLETED, DEAD, FAILED, INSIDE, ISSUED, LAUNCHED, NOT_KNOWN, STOPPED, CallRecord
 
 # Why a rank is missing at a sync point. The other reasons are DEAD, STOPPED and FAILED.
-NOT_ENTERED, COMM_ENDED, NO_RECORD = "away", "left", "no record"
-MESSAGES = ("send", "recv")
+NOT_ENTERED, COMM_ENDED, NO_RECORD = "not entered", "communicator ended", "no record"
 _CALLED_BY_ALL_RANKS = ("finalize", "destroy", "shrink", "grow")  # not numbered, but all ranks call them
 _MAX_POINTS = 16  # per communicator, and per pair of ranks: the first ones explain the later ones
 _MAX_ORDERED_CALLS = 64  # per process: later calls wait for the same reasons
 
 
-class Weight(IntEnum):
-    """Priority of a finding: the one that comes first in this list is reported as the cause. From CONSEQUENCE on, a
-    finding only follows from something else."""
+class Priority(IntEnum):
+    """Of findings: the one that comes first in this list is reported as the cause. From CONSEQUENCE on, a finding only
+    follows from something else."""
 
-    ENDED = 0
+    PROCESS_ENDED = 0
     MISMATCH = auto()
     ENDED_BY_NCCL = auto()
     CROSSED = auto()
@@ -53,7 +68,7 @@ class Finding:
     `processes`: (host, pid) of the culprits' processes."""
 
     kind: str
-    weight: Weight
+    priority: Priority
     sentence: str
     details: list[str] = field(default_factory=list)
     culprits: list[tuple[str, int]] = field(default_factory=list)
@@ -65,7 +80,7 @@ class Finding:
 
     @property
     def is_cause(self) -> bool:
-        return self.weight < Weight.CONSEQUENCE
+        return self.priority < Priority.CONSEQUENCE
 
 
 @dataclass(eq=False)
@@ -86,7 +101,6 @@ class SyncPoint:
     missing     rank -> reason, for the ranks that it needs and that have not entered it
     blocked_by  the sync points that must complete first, and why
     excluded    the ranks that a shrink excludes
-    paired      whether a send and a recv are certainly the two ends of one message
     """
 
     group: Group
@@ -95,7 +109,6 @@ class SyncPoint:
     missing: dict[int, str] = field(default_factory=dict)
     blocked_by: dict[SyncPoint, list[Dependency]] = field(default_factory=dict)
     excluded: set[int] = field(default_factory=set)
-    paired: bool = True
 
     @property
     def collective(self) -> bool:
@@ -158,14 +171,13 @@ class WaitGraph:
         )  # then the state before the end is judged
         members = [member for group in job.groups for member in group.members.values()]
         self._calls = {member: self._calls_of(member) for member in members}
+        self._waiting = {id(call) for calls in self._calls.values() for call in calls}
         self.points = [point for group in job.groups for point in self._sync_points(group)]
         self._waiting_at: dict[int, list[tuple[SyncPoint, Member, CallRecord]]] = {}  # by id() of the process
         for point in self.points:
             for rank, call in point.arrived.items():
                 member = point.group.members[rank]
-                newest = max(comm.calls[-1].issued for comm in member.process.comms if comm.calls)
-                left = member.comm.ended and member.process.state != DEAD  # the program caught the error
-                if call.state != FAILED or (call.returned >= newest and not left):  # no newer call was issued
+                if id(call) in self._waiting and not _caught(member, call):
                     self._waiting_at.setdefault(id(member.process), []).append((point, member, call))
         self._link_by_issue_order()
         self._link_by_missing_ranks()
@@ -182,7 +194,7 @@ class WaitGraph:
     def finding(
         self,
         kind: str,
-        weight: Weight,
+        priority: Priority,
         text: str,
         *,
         points: Sequence[SyncPoint],
@@ -192,7 +204,7 @@ class WaitGraph:
         """Create a finding that blocks these sync points and all that wait for them.
 
         sites  file:line of the calls or of the ranks' positions; rest: details, culprits, comms"""
-        found = Finding(kind, weight, text, **rest)
+        found = Finding(kind, priority, text, **rest)
         behind = _reachable(points, self._dependents)
         found.waiting = len({id(point.group.members[rank].process) for point in behind for rank in point.arrived})
         found.age = max((point.age() for point in points), default=0.0)
@@ -253,14 +265,6 @@ class WaitGraph:
         process = member.process
         return process.state == DEAD and not process.gave_up and not (self.post_mortem and process.killed)
 
-    def _why_absent(self, member: Member) -> str:
-        """Return why a rank will never enter a call; "" if it may."""
-        if self._ended(member):
-            return DEAD
-        if member.comm.ended and not member.process.gave_up:
-            return COMM_ENDED
-        return STOPPED if member.process.state == STOPPED else ""
-
     # Sync points
 
     def _sync_points(self, group: Group) -> Iterator[SyncPoint]:
@@ -269,104 +273,125 @@ class WaitGraph:
             if known or set(point.missing.values()) - {NO_RECORD}:  # else it may have run
                 yield point
 
+    def _point(
+        self,
+        group: Group,
+        needs: Iterable[int],
+        calls: Mapping[int, CallRecord],
+        passed: Callable[[Member], bool],
+        call: CallRecord | None = None,
+    ) -> SyncPoint | None:
+        """Return the sync point of these calls by rank; None if no rank waits there.
+
+        needs   the ranks that it needs
+        passed  whether a rank whose call is not recorded has reached it nevertheless
+        call    the one to name; None: that of the first rank that waits"""
+        point = SyncPoint(group, call or CallRecord(0, 0, ""))
+        for rank in needs:
+            member, own = group.members.get(rank), calls.get(rank)
+            if member is None:
+                point.missing[rank] = NO_RECORD
+            elif (own is not None and self._done(member, own)) or (own is None and passed(member)):
+                continue
+            elif why := self._why_missing(member, own):
+                point.missing[rank] = why
+            elif own is not None:
+                point.arrived[rank] = own
+        waiting = [own for own in point.arrived.values() if id(own) in self._waiting]
+        if not waiting:
+            return None
+        point.call = call or waiting[0]
+        return point
+
+    def _done(self, member: Member, call: CallRecord) -> bool:
+        """Return whether a call is known to have completed, or may have run although nothing tells whether it has."""
+        if call.state == COMPLETED or 0 < call.number <= member.comm.completed:
+            return True
+        return call.state == LAUNCHED and (bool(member.comm.ended) or not call.collective or self._ended(member))
+
+    def _why_missing(self, member: Member, call: CallRecord | None) -> str:
+        """Return why a rank is missing where it has made this call, or none; "" if it waits there."""
+        if call is not None and call.gave_up:
+            return ""
+        if self._ended(member):
+            return DEAD
+        if member.process.state == STOPPED:
+            return STOPPED
+        if call is not None and call.state == FAILED and call.outcome != Outcome.ABORTED_BY_PROGRAM:
+            return FAILED
+        if member.comm.ended and not member.process.gave_up:
+            return COMM_ENDED
+        return NOT_ENTERED if call is None else ""
+
     def _collectives(self, group: Group) -> Iterator[SyncPoint]:
-        inside: set[int] = set()
-        numbers: set[int] = set()
-        for member in group.members.values():
-            waiting = [call.number for call in self._calls[member] if call.number > 0]
-            inside |= set(waiting)
-            numbers |= {min(waiting), max(waiting)} if waiting else set()
-        numbers |= inside & {min((member.comm.entered for member in group.members.values()), default=0) + 1}
+        waiting = {
+            rank: {call.number: call for call in self._calls[member] if call.collective}
+            for rank, member in group.members.items()
+        }
+        numbers = {number for calls in waiting.values() if calls for number in (min(calls), max(calls))}
+        next_one = min((member.comm.entered for member in group.members.values()), default=0) + 1
+        numbers |= {next_one} & {number for calls in waiting.values() for number in calls}
         for number in sorted(numbers)[:_MAX_POINTS]:
-            point = SyncPoint(group, CallRecord(0, number, ""))
-            for member in group.members.values():
-                self._add_rank(point, member, number)
-            if point.arrived:
-                point.call = next(iter(point.arrived.values()))
-                point.missing |= dict.fromkeys(group.unknown, NO_RECORD)
+            calls = {
+                rank: call
+                for rank, member in group.members.items()
+                if (call := waiting[rank].get(number) or member.numbered.get(number))
+            }
+
+            def passed(member: Member, number: int = number) -> bool:
+                entered = member.comm.entered >= number and not self._ended(member)
+                return entered or number <= member.comm.completed
+
+            if point := self._point(group, [*group.members, *group.unknown], calls, passed):
                 yield point
-
-    def _add_rank(self, point: SyncPoint, member: Member, number: int) -> None:
-        """Add a rank to collective `number`, as arrived or missing, unless it has completed it."""
-        call = next((call for call in self._calls[member] if call.number == number), None) or member.numbered.get(
-            number
-        )
-        if number <= member.comm.completed or (call and call.state == COMPLETED):
-            return
-        if call and call.state == LAUNCHED and (member.comm.ended or self._ended(member)):
-            return  # it may have run
-        if call and call.gave_up:
-            point.arrived[member.rank] = call
-        elif call and call.state == FAILED and not self._ended(member):
-            point.missing[member.rank] = FAILED
-        elif why := self._why_absent(member):
-            point.missing[member.rank] = why
-        elif call:
-            point.arrived[member.rank] = call
-        elif member.comm.entered < number:
-            point.missing[member.rank] = NOT_ENTERED
-
-    def _mark_missing(self, point: SyncPoint, rank: int) -> None:
-        """Mark a rank as missing at a sync point that is not a numbered collective, unless it has arrived."""
-        member = point.group.members.get(rank)
-        why = self._why_absent(member) if member else NO_RECORD
-        if why or rank not in point.arrived:
-            point.missing[rank] = why or NOT_ENTERED
 
     def _messages(self, group: Group) -> Iterator[SyncPoint]:
-        """Pair the n-th send from one rank to another with the n-th recv, counting all calls if they are still
-        recorded, else only those that wait."""
-        recorded: dict[tuple[str, int, int], list[CallRecord]] = {}  # by operation, rank, peer
-        waiting: dict[tuple[str, int, int], list[CallRecord]] = {}
+        """Yield a point for each message for which one of its two ranks waits."""
+        made: dict[tuple[str, int, int], dict[int, CallRecord]] = {}  # by operation, source, target; then by number
+        waits: dict[tuple[int, int], set[int]] = {}  # source, target -> numbers
         for member in group.members.values():
-            for calls, of in ((member.comm.calls, recorded), (self._calls[member], waiting)):
-                for call in calls:
-                    if call.operation in MESSAGES:
-                        of.setdefault((call.operation, member.rank, call.peer), []).append(call)
-        pairs = dict.fromkeys(
-            (rank, peer) if operation == "send" else (peer, rank) for operation, rank, peer in waiting
-        )
-        for source, target in pairs:
-            fully_recorded = _fully_recorded(group, source, target)
-            keys = ("send", source, target), ("recv", target, source)
-            rows = list(zip_longest(*((recorded if fully_recorded else waiting).get(key, ()) for key in keys)))
-            unfinished = {id(call) for key in keys for call in waiting.get(key, ())}
-            rows = [row for row in rows if id(row[0]) in unfinished or id(row[1]) in unfinished]
-            for row in rows[:_MAX_POINTS]:
-                both = {rank: call for rank, call in zip((source, target), row, strict=True) if call}
-                here = {rank: call for rank, call in both.items() if id(call) in unfinished}
-                rank, call = list(here.items())[-1]
-                point = SyncPoint(group, call, here)
-                point.paired = fully_recorded or not any(call.group for call in here.values())
-                if len(both) == 1 and (fully_recorded or not _peer_may_have_called(group, rank, call, recorded)):
-                    self._mark_missing(point, call.peer)
-                yield point
+            for call in member.comm.calls:
+                if call.operation in MESSAGES:
+                    pair = (member.rank, call.peer) if call.operation == "send" else (call.peer, member.rank)
+                    made.setdefault((call.operation, *pair), {})[call.message] = call
+                    if id(call) in self._waiting:
+                        waits.setdefault(pair, set()).add(call.message)
+        for (source, target), numbers in waits.items():
+            halves = {rank: made.get((how, source, target), {}) for rank, how in ((source, "send"), (target, "recv"))}
+            for number in sorted(numbers)[:_MAX_POINTS]:
+                calls = {rank: half[number] for rank, half in halves.items() if number in half}
+
+                def passed(member: Member, number: int = number, halves: Any = halves) -> bool:
+                    return max(halves[member.rank], default=0) > number or (member.comm.cut and not halves[member.rank])
+
+                if point := self._point(group, (source, target), calls, passed):
+                    yield point
 
     def _other_calls(self, group: Group) -> Iterator[SyncPoint]:
-        found: dict[str, SyncPoint] = {}
+        found: dict[str, dict[int, CallRecord]] = {}
         for member in group.members.values():
             for call in self._calls[member]:
-                if call.number > 0 or call.operation in MESSAGES or call.state == ISSUED:
+                if call.collective or call.operation in MESSAGES or call.state == ISSUED:
                     continue
                 if call.operation == "wait_signal" and call.peer >= 0:
-                    point = SyncPoint(group, call, {member.rank: call})
-                    self._mark_missing(point, call.peer)
-                    yield point
+                    needs = (member.rank, call.peer)
+                    if point := self._point(group, needs, {member.rank: call}, lambda member: False, call):
+                        yield point
                 else:
-                    found.setdefault(call.operation, SyncPoint(group, call)).arrived[member.rank] = call
-        for operation, point in found.items():
-            callers = [*group.members, *group.unknown] if operation in _CALLED_BY_ALL_RANKS else []
-            if operation == "shrink":
-                excluded = {rank for caller in point.arrived for rank in group.members[caller].comm.excluded}
-                callers = [rank for rank in callers if rank not in excluded]
+                    found.setdefault(call.operation, {})[member.rank] = call
+        for operation, calls in found.items():
+            ranks = [*group.members, *group.unknown] if operation in _CALLED_BY_ALL_RANKS else [*calls]
+            excluded = {rank for caller in calls for rank in group.members[caller].comm.excluded}
+            excluded = excluded if operation == "shrink" else set()
+
+            def passed(member: Member, operation: str = operation) -> bool:
+                ended = bool(member.comm.ended) and operation in ("finalize", "destroy")
+                return ended or any(call.operation == operation for call in member.comm.calls)
+
+            ranks = [rank for rank in ranks if rank not in excluded]
+            if point := self._point(group, ranks, calls, passed):
                 point.excluded = excluded
-            for rank in callers:
-                other = group.members.get(rank)
-                ended = other is not None and other.comm.ended and operation in ("finalize", "destroy")
-                called = other is not None and any(call.operation == operation for call in other.comm.calls)
-                if not ended and not called:
-                    self._mark_missing(point, rank)
-            yield point
+                yield point
 
     # Dependencies
 
@@ -390,6 +415,15 @@ class WaitGraph:
                     certain = call.state in (INSIDE, FAILED) or on_stream or call.posted
                     if other is not point and (certain or other in stuck):
                         point.blocked_by.setdefault(other, []).append(Dependency(member, call, None, certain))
+
+
+def _caught(member: Member, call: CallRecord) -> bool:
+    """Return whether the program has caught the error of a call: it has called another since, or closed the
+    communicator."""
+    newest = max(comm.calls[-1].issued for comm in member.process.comms if comm.calls)
+    return call.state == FAILED and (
+        call.returned < newest or (bool(member.comm.ended) and member.process.state != DEAD)
+    )
 
 
 def _how_it_waits(call: CallRecord) -> str:
@@ -420,27 +454,6 @@ def _before(first: CallRecord, then: CallRecord, same_comm: bool) -> bool:
     if first.state == then.state and first.state in (INSIDE, FAILED):
         return False  # called by two threads
     return first.entry < then.entry if same_comm else 0 < first.issued < then.issued
-
-
-def _fully_recorded(group: Group, *ranks: int) -> bool:
-    """Return whether all calls of these ranks are still recorded."""
-    comms = [group.members[rank].comm for rank in ranks if rank in group.members]
-    return len(comms) == len(ranks) and all(comm.calls and comm.calls[0].entry == 1 for comm in comms)
-
-
-def _peer_may_have_called(
-    group: Group, rank: int, call: CallRecord, recorded: Mapping[tuple[str, int, int], Sequence[CallRecord]]
-) -> bool:
-    """Return whether the peer of this send or recv has made its call, or may have, given an incomplete record."""
-    peer = group.members.get(call.peer)
-    if peer is None:
-        return False
-    if peer.comm.cut:
-        return True  # a truncated record cannot show that the call is missing
-    # Completion on a stream may be observed late, so only synchronous calls count.
-    answers = recorded.get(("recv" if call.operation == "send" else "send", call.peer, rank), [])
-    done = [answer.completed for answer in answers if answer.state == COMPLETED and answer.completed == answer.returned]
-    return peer.process.machine == group.members[rank].process.machine and max(done, default=0) >= call.issued > 0
 
 
 def _reachable(starts: Iterable[SyncPoint], after: Mapping[SyncPoint, Iterable[SyncPoint]]) -> list[SyncPoint]:
