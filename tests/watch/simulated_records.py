@@ -109,14 +109,15 @@ def _call(job: Job, call: Call, own: Membership) -> CallRecord:
     else:
         state = INSIDE
     return CallRecord(
-        call.entry,
-        call.number,
-        op.operation,
-        op.count,
-        op.dtype,
-        op.op,
-        op.root,
-        op.peer,
+        entry=call.entry,
+        number=call.number,
+        operation=op.operation,
+        count=op.count,
+        dtype=op.dtype,
+        op=op.op,
+        root=op.root,
+        peer=op.peer,
+        message=call.message,
         stream=HANDLES + call.stream if call.stream else 0,
         group=call.group,
         posted=posted,

@@ -93,7 +93,10 @@ class Step:
 
 @dataclass(eq=False)
 class Call:
-    """A call that was issued.   done: when it completed; error: why it failed, see `Job.fail`"""
+    """A call that was issued.
+
+    done     when it completed; message: its number among the sends to its peer, or the recvs from it
+    outcome  how it failed, and error, code: see `Job.fail`"""
 
     rank: int
     op: Op
@@ -105,6 +108,7 @@ class Call:
     returned: float = 0.0
     done: float = 0.0
     active: bool = False
+    message: int = 0
     outcome: str = ""
     error: str = ""
     code: int = -1
@@ -277,6 +281,8 @@ class Job:
             if op.operation == "shrink":
                 own.excluded = op.excluded
             call = Call(rank, op, len(own.calls) + 1, number, step.stream, groups.get(op.comm, 0), self.clock)
+            if op.operation in MESSAGES:
+                call.message = 1 + sum((it.op.operation, it.op.peer) == (op.operation, op.peer) for it in own.calls)
             own.calls.append(call)
             calls.append(call)
         return calls
