@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +13,9 @@ import pytest
 from simulator import BY_ALL, MESSAGES, SIGNALS, Call, Job, Membership
 from watched import NOW
 
-from pynccl.bindings.abi import DataType, RedOp
 from pynccl import NcclTimeout
 from pynccl.bindings import errors
+from pynccl.bindings.abi import DataType, RedOp
 from pynccl.bindings.errors import Outcome
 from pynccl.watch import folder, reader, recorder, track
 from pynccl.watch.layout import CommEnd, ProcessEnd
@@ -43,9 +44,7 @@ def hand_made(job: Job) -> list[ProcessRecord]:
 
 def _process(job: Job, rank: int) -> ProcessRecord:
     known = job.ranks[rank]
-    comms = [
-        _comm(job, name, rank, own) for (name, owner), own in job.members.items() if owner == rank
-    ]
+    comms = [_comm(job, name, rank, own) for (name, owner), own in job.members.items() if owner == rank]
     comms.sort(key=lambda comm: comm.made)
     return ProcessRecord(
         1000 + rank,
@@ -175,9 +174,9 @@ def _write(job: Job, rank: int, own: recorder.Recorder, clock: Clock) -> None:
     process, head = job.ranks[rank], own.head
     head.pid, head.wall, head.clock = 1000 + rank, NOW - 900, NOW - 900
     events: list[Event] = []
-    for (name, owner), member in job.members.items():
+    for name, owner in job.members:
         if owner == rank:
-            events += _events(job, name, rank, member, own)
+            events += _Writer(job, name, rank, own).events()
     events.append((NOW - 0.5, 0, lambda: own.write_where(process.where or "/job/train.py:1 step", "")))
     if process.end:
         ending = Ending(
@@ -187,70 +186,78 @@ def _write(job: Job, rank: int, own: recorder.Recorder, clock: Clock) -> None:
             Outcome[process.outcome or "PENDING"],
             process.code,
         )
-        events.append((process.end_at, 0, lambda: own.end(ending)))
+        events.append((process.end_at, 4000, lambda: own.end(ending)))
     for when, _, what in sorted(events, key=lambda event: event[:2]):
         clock.now = when
         what()
     head.heartbeat, head.where_at = process.heartbeat, 0.0
 
 
-def _events(job: Job, name: str, rank: int, member: Membership, own: recorder.Recorder) -> list[Event]:
-    """Return what a rank did with one communicator."""
-    comm, made = job.comms[name], {}
-    on_host = not job.cuda or comm.route
+class _Writer:
+    """Writes what a rank did with one communicator."""
 
-    def make() -> None:
-        identity = track.Identity(f"u-{name}", name, f"u-{comm.parent}" if comm.parent else "")
-        made[0] = new = track.Track(
-            own, identity, comm.ranks.index(rank), len(comm.ranks), comm.ranks if comm.listed else ()
-        )
-        new.write("device", "cpu" if on_host else "cuda:0")
-        new.library = SimpleNamespace(is_host=True) if on_host else None
+    def __init__(self, job: Job, name: str, rank: int, own: recorder.Recorder) -> None:
+        self.comm, self.member, self.own = job.comms[name], job.members[name, rank], own
+        self.on_host, self.rank = not job.cuda or self.comm.route, self.comm.ranks.index(rank)
+        self.track: Any = None
+        self.aborted = False
+
+    def events(self) -> Iterator[Event]:
+        """Yield what it did, and when."""
+        member = self.member
+        yield member.made, -1, self.make
+        for call in member.calls:
+            yield call.issued, call.entry, partial(self.enter, call)
+            if call.outcome and call.done:  # it was aborted, as it was not known that it had completed
+                yield call.done, 1000, partial(self.leave, call)
+            if call.outcome:
+                yield call.returned, 2000, partial(self.fail, call)
+            elif call.returned:
+                yield call.returned, 1000, partial(self.leave, call)
+        yield NOW - 300.0, 0, self.observe
+        if member.ended:
+            site = "/job/train.py:98" if member.ended in ("DESTROYED", "ABORTED") else ""
+            yield member.ended_at, 3000, lambda: self.track.end(CommEnd[member.ended], site)
+
+    def make(self) -> None:
+        comm = self.comm
+        identity = track.Identity(f"u-{comm.name}", comm.name, f"u-{comm.parent}" if comm.parent else "")
+        ranks = comm.ranks if comm.listed else ()
+        self.track = track.Track(self.own, identity, self.rank, len(comm.ranks), ranks)
+        self.track.write("device", "cpu" if self.on_host else "cuda:0")
+        self.track.library = SimpleNamespace(is_host=True) if self.on_host else None
         if comm.route:
-            new.posts_on = HANDLES + next((call.stream for call in member.calls), 0)
+            self.track.posts_on = HANDLES + next((call.stream for call in self.member.calls), 0)
 
-    def enter(call: Call) -> None:
-        op, new = call.op, made[0]
+    def enter(self, call: Call) -> None:
+        op = call.op
         if op.operation == "shrink":
-            new.exclude(op.excluded)
-        detail = {"init": 1, "split": 1, "barrier": 1, **dict.fromkeys(BY_ALL, 0)}
-        stream = HANDLES + call.stream if call.stream and not comm.route else 0
-        new.enter(op.operation, arguments(call), stream, "", call.group, f"/job/train.py:{op.line}",
-                  detail.get(op.operation, -1))  # fmt: skip
+            self.track.exclude(op.excluded)
+        weight = {"init": 1, "split": 1, "barrier": 1, **dict.fromkeys(BY_ALL, 0)}.get(op.operation, -1)
+        stream = HANDLES + call.stream if call.stream and not self.comm.route else 0
+        site = f"/job/train.py:{op.line}"
+        self.track.enter(op.operation, _arguments(call), stream, group=call.group, site=site, weight=weight)
 
-    def leave(call: Call) -> None:
-        new = made[0]
+    def leave(self, call: Call) -> None:
+        self.track.leave(call.entry)
+        if call.op.operation == "init":
+            self.track.unnumbered(call.entry)
+
+    def fail(self, call: Call) -> None:
         if call.outcome == "ABORTED_BY_WATCHDOG":
-            if not aborted:
-                aborted.append(call)
-                new.comm_head.completed = member.completed
-                new.aborted_by_watchdog(NcclTimeout("aborted by the watchdog"))
-        elif call.outcome:
-            new.failed(call.entry, error_of(call))
+            if not self.aborted:  # it aborts all calls at once
+                self.aborted, self.track.comm_head.completed = True, self.member.completed
+                self.track.aborted_by_watchdog(NcclTimeout("aborted by the watchdog"))
         else:
-            new.leave(call.entry)
-            if call.op.operation == "init":
-                new.unnumbered(call.entry)
+            self.track.failed(call.entry, _error_of(call))
 
-    def finish() -> None:
-        new = made[0]
-        new.completed(member.completed)
-        new.mark_awaited(member.awaited_at)
-        new.comm_head.waits_at = member.waits_at
-
-    aborted: list[Call] = []
-    events: list[Event] = [(member.made, -1, make), (NOW - 300.0, 0, finish)]
-    for call in member.calls:
-        events.append((call.issued, call.entry, lambda call=call: enter(call)))  # type: ignore[misc]
-        if call.returned:
-            events.append((call.returned, 1000, lambda call=call: leave(call)))  # type: ignore[misc]
-    if member.ended:
-        site = "/job/train.py:98" if member.ended in ("DESTROYED", "ABORTED") else ""
-        events.append((member.ended_at, 2000, lambda: made[0].end(CommEnd[member.ended], site)))
-    return events
+    def observe(self) -> None:
+        self.track.completed(self.member.completed)
+        self.track.mark_awaited(self.member.awaited_at)
+        self.track.comm_head.waits_at = self.member.waits_at
 
 
-def arguments(call: Call) -> tuple[object, ...]:
+def _arguments(call: Call) -> tuple[object, ...]:
     """Return the arguments of the C function of a call."""
     op = call.op
     if op.operation in SIGNALS:
@@ -263,11 +270,12 @@ def arguments(call: Call) -> tuple[object, ...]:
     return (*buffers, op.count, DataType[op.dtype], *last, *([op.peer] if op.peer >= 0 else []))
 
 
-def error_of(call: Call) -> BaseException:
+def _error_of(call: Call) -> BaseException:
     """Return the exception that a call has raised."""
     name, _, text = call.error.partition(": ")
     kind = getattr(errors, name, None) or {"RuntimeError": RuntimeError, "KeyboardInterrupt": KeyboardInterrupt}[name]
-    error: BaseException = kind(text)
+    error: Any = kind(text)
     if isinstance(error, errors.NcclError) and call.outcome == "PEER_LOST":
         error._peer = call.code
-    return error
+    raised: BaseException = errors.with_outcome(error, Outcome.MISMATCH) if call.outcome == "MISMATCH" else error
+    return raised
