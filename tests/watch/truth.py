@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
 from simulator import MESSAGES, Call, Job, Thread, nbytes
@@ -212,7 +212,7 @@ def _cycles(after: dict[Node, list[Node]]) -> list[list[Node]]:
                 if work:
                     low[work[-1][0]] = min(low[work[-1][0]], low[node])
                 if low[node] == index[node]:
-                    part = []
+                    part: list[Node] = []
                     while not part or part[-1] is not node:
                         part.append(stack.pop())
                         on_stack.discard(part[-1])
