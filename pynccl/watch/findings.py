@@ -327,6 +327,8 @@ def _texts_by_call(group: Group, calls: dict[int, CallRecord]) -> list[str]:
 
 def _key(call: CallRecord) -> tuple[str | int, ...]:
     """Return the properties of a call that must match on all ranks."""
+    if call.outcome == Outcome.MISMATCH and call.detail:  # of PYNCCL_CHECK=1
+        return call.operation, call.detail
     if call.operation in _COMPARED_BY_NAME:
         return (call.operation,)
     count = -1 if call.operation.endswith("_v") else call.count
