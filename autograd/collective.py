@@ -24,8 +24,7 @@ from torch.autograd import Function
 
 from pynccl import Communicator
 from pynccl.comm.base import by_key
-from pynccl.watch.attribution import attribute_calls
-from pynccl.watch.frames import call_site
+from pynccl.watch.frames import attribute_calls, call_site
 
 from .agreement import check_not_in_group
 from .arguments import check_comm, check_memory

@@ -25,8 +25,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
 from pynccl import Communicator
-from pynccl.watch.attribution import attribute_calls
-from pynccl.watch.frames import called_from
+from pynccl.watch.frames import attribute_calls, called_from
 
 from .state import state_of
 from .torch_internals import (

@@ -26,8 +26,7 @@ from torch.autograd import Function
 from pynccl import Communicator
 from pynccl.bindings.resource import destructor
 from pynccl.bindings.values import attribute, shown
-from pynccl.watch.attribution import attribute_calls
-from pynccl.watch.frames import call_site
+from pynccl.watch.frames import attribute_calls, call_site
 
 from .agreement import check_not_in_group
 from .checks import compare_backward, number_call

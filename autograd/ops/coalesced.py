@@ -16,7 +16,7 @@ from torch.autograd import Function
 
 import pynccl
 from pynccl import Communicator
-from pynccl.watch.attribution import attribute_calls
+from pynccl.watch.frames import attribute_calls
 
 from ..agreement import check_not_in_group
 from ..collective import (

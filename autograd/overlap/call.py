@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from pynccl import Communicator
 from pynccl.bindings.values import shown
-from pynccl.watch.attribution import attribute_calls
+from pynccl.watch.frames import attribute_calls
 
 from .. import collective
 from ..agreement import check_not_in_group

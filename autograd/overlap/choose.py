@@ -14,7 +14,7 @@ from torch import nn
 from pynccl import Communicator, NcclInvalidUsage
 from pynccl.bindings.values import shown
 from pynccl.comm.base import by_key
-from pynccl.watch.attribution import attribute_calls
+from pynccl.watch.frames import attribute_calls
 
 from ..agreement import broadcast_object, gathered
 from ..recompute import replay_choice

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from pynccl.watch.attribution import attribute_calls
+from pynccl.watch.frames import attribute_calls
 
 from . import unfused
 from .call import Call, flat_rows, in_backward, needs_graph, shaped

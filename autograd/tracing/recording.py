@@ -29,8 +29,7 @@ from pynccl.bindings.abi import ITEMSIZE, DataType, RedOp
 from pynccl.bindings.library import host_module
 from pynccl.comm.observers import ControlCall, Observed, Observer, OnEnd
 from pynccl.interop.handles import Handle
-from pynccl.watch.attribution import attributions
-from pynccl.watch.frames import call_site
+from pynccl.watch.frames import attributions, call_site
 from pynccl.watch.layout import ARGUMENTS, UNNUMBERED
 
 from ..streams import is_capturing

@@ -21,8 +21,7 @@ from ..bindings.errors import NcclInvalidUsage, Outcome, reworded, with_outcome
 from ..bindings.library import Library, gpu_count
 from ..interop.devices import cuda_core
 from ..interop.streams import is_known
-from ..watch.attribution import attributions
-from ..watch.frames import call_site
+from ..watch.frames import attributions, call_site
 from ..watch.layout import UNNUMBERED
 from .base import Comm, check_group_result, locked
 from .call import Call

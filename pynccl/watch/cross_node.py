@@ -4,7 +4,7 @@ watch/asked           number of queries so far: the only key that every process 
 watch/asks/NUMBER     number of processes that sent this query: those that are stuck at the same time share one
 watch/where/NUMBER    the records of all processes, one per line
 watch/verdict/NUMBER  the verdict of the first process that asked: with 1,024 ranks, not all read all records
-watch/ends            the records of processes that have ended, one per line; watch/ends/told: their number
+watch/ends            the records of processes that have ended, one per line; watch/ends/reported: their number
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Exchange:
         line = _line(replace(record, stack="", command=""))
 
         def send(store: Any) -> None:
-            if store.add("watch/ends/told", 1) <= _MAX_ENDS:
+            if store.add("watch/ends/reported", 1) <= _MAX_ENDS:
                 append(store, "watch/ends", line)
 
         self._client.run(send, None)
@@ -138,7 +138,7 @@ class Exchange:
         """Return the records of the first processes that ended; [] if the store is unreachable."""
 
         def read_new(store: Any) -> list[str]:
-            count = min(store.add("watch/ends/told", 0), _MAX_ENDS)
+            count = min(store.add("watch/ends/reported", 0), _MAX_ENDS)
             return self._end_lines if count == len(self._end_lines) else lines(store, "watch/ends")
 
         self._end_lines = self._client.run(read_new, [])

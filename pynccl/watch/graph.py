@@ -24,12 +24,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum, auto
 from itertools import chain
 from typing import Any
 
 from ..bindings.errors import Outcome
-from .formatting import line_of, seconds
+from .formatting import seconds
 from .job import MESSAGES, Group, Job, Member
 from .records import COMPLETED, DEAD, FAILED, INSIDE, ISSUED, LAUNCHED, NOT_KNOWN, STOPPED, CallRecord
 
@@ -38,49 +37,6 @@ NOT_ENTERED, COMM_ENDED, NO_RECORD = "not entered", "communicator ended", "no re
 _CALLED_BY_ALL_RANKS = ("finalize", "destroy", "shrink", "grow")  # not numbered, but all ranks call them
 _MAX_POINTS = 16  # per communicator, and per pair of ranks: the first ones explain the later ones
 _MAX_ORDERED_CALLS = 64  # per process: later calls wait for the same reasons
-
-
-class Priority(IntEnum):
-    """Of findings: the one that comes first in this list is reported as the cause. From CONSEQUENCE on, a finding only
-    follows from something else."""
-
-    PROCESS_ENDED = 0
-    MISMATCH = auto()
-    ENDED_BY_NCCL = auto()
-    CROSSED = auto()
-    STOPPED = auto()
-    FAILED = auto()
-    COMM_ENDED = auto()
-    NOT_ENTERED = auto()
-    UNCERTAIN = auto()  # crossed only if two streams block each other; or NCCL reports a mismatch
-    KILLED = auto()  # all processes were killed: what they waited for comes first
-    UNKNOWN = auto()
-    STALLED_BETWEEN_NODES = auto()
-    STALLED = auto()
-    CONSEQUENCE = auto()
-    FAILED_SINCE = auto()
-    BEFORE_THE_END = auto()  # a wait, although the processes ended for another reason
-
-
-@dataclass
-class Finding:
-    """One finding; see Verdict. `waiting`: number of processes that wait because of it; `age`: for how many seconds.
-    `processes`: (host, pid) of the culprits' processes."""
-
-    kind: str
-    priority: Priority
-    sentence: str
-    details: list[str] = field(default_factory=list)
-    culprits: list[tuple[str, int]] = field(default_factory=list)
-    processes: list[tuple[str, int]] = field(default_factory=list)
-    lines: list[str] = field(default_factory=list)
-    comms: list[str] = field(default_factory=list)
-    waiting: int = 0
-    age: float = 0.0
-
-    @property
-    def is_cause(self) -> bool:
-        return self.priority < Priority.CONSEQUENCE
 
 
 @dataclass(eq=False)
@@ -191,29 +147,9 @@ class WaitGraph:
         found = [point for point in self.points if point.missing and point.age() >= self.min_wait]
         return sorted(found, key=lambda point: (point.group.uid != self.uid, -point.age()))
 
-    def finding(
-        self,
-        kind: str,
-        priority: Priority,
-        text: str,
-        *,
-        points: Sequence[SyncPoint],
-        sites: Iterable[str] = (),
-        **rest: Any,
-    ) -> Finding:
-        """Create a finding that blocks these sync points and all that wait for them.
-
-        sites  file:line of the calls or of the ranks' positions; rest: details, culprits, comms"""
-        found = Finding(kind, priority, text, **rest)
-        behind = _reachable(points, self._dependents)
-        found.waiting = len({id(point.group.members[rank].process) for point in behind for rank in point.arrived})
-        found.age = max((point.age() for point in points), default=0.0)
-        found.comms = list(dict.fromkeys([*found.comms, *(point.group.uid for point in behind)]))
-        found.lines = list(dict.fromkeys(line for site in sites if (line := line_of(site))))
-        found.culprits = list(dict.fromkeys(found.culprits))
-        members = [member for key in found.culprits if (member := self.job.member_of(*key))]
-        found.processes = list(dict.fromkeys((member.process.host, member.process.pid) for member in members))
-        return found
+    def behind(self, points: Sequence[SyncPoint]) -> list[SyncPoint]:
+        """Return these sync points and all that wait for them."""
+        return _reachable(points, self._dependents)
 
     def was_handled(self, group: Group, calls: Mapping[int, CallRecord], points: Sequence[SyncPoint]) -> bool:
         """Return whether the program caught the errors of these calls (by rank) and continued, so that they do not
@@ -238,7 +174,7 @@ class WaitGraph:
         for start in self.points:
             if start.blocked_by and start not in seen and (path := _shortest_cycle(start, after)):
                 found.append(path)
-                seen |= set(_reachable([start], after)) & set(_reachable([start], self._dependents))
+                seen |= set(_reachable([start], after)) & set(self.behind([start]))
         return found
 
     # Calls that wait

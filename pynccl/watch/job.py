@@ -31,6 +31,8 @@ class Member:
         self.rank = comm.rank
         _number_messages(comm.calls)
         self.numbered = {call.number: call for call in comm.calls if call.number > 0}
+        if (last := comm.last()) and last.operation == "check" and last.outcome == Outcome.MISMATCH:
+            self.numbered[comm.entered + 1] = self.resolve_check(last)
         unfinished = [call for call in comm.calls if call.may_wait and not 0 < call.number <= comm.completed]
         self.pending = [self.resolve_check(call) for call in unfinished]
         self.waits = [call for call in self.pending if not call.posted or comm.awaited_at > 0]

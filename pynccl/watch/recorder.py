@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 from ..bindings.errors import Outcome
 from . import folder, layout
+from .folder import settings
 from .layout import ProcessEnd
-from .settings import settings
 
 now = time.monotonic
 _KEPT_ENDED_COMMS = 8  # ended communicators whose regions stay in the file before they are reused

@@ -21,8 +21,7 @@ from ..bindings.errors import NcclError, Outcome, outcome_of
 from ..interop import streams
 from ..interop.handles import DEFAULT_STREAMS, LASTING, number_of, source_of
 from . import layout
-from .attribution import attributions
-from .frames import posting_stream, user_site
+from .frames import attributions, posting_stream, user_site
 from .layout import CommEnd
 from .recorder import Recorder, now, recorder, started
 

@@ -14,11 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..bindings.errors import Outcome
-from .dead_ranks import describe_end, find_unavailable_ranks
+from .findings import Finding, Priority, describe_end, find_mismatches, find_unavailable_ranks, new_finding
 from .formatting import call_site, seconds
-from .graph import NO_RECORD, Dependency, Finding, Priority, SyncPoint, WaitGraph
+from .graph import NO_RECORD, Dependency, SyncPoint, WaitGraph
 from .job import MAX_LINES, Job, Member, names_of
-from .mismatches import find_mismatches
 from .records import DEAD, FAILED, ProcessRecord
 
 NOTHING_WRONG = ("running", "finished", "empty")
@@ -38,8 +37,8 @@ class Verdict(Finding):
 
     kind      "running", "finished", "empty": nothing is wrong. "missing": a rank has not entered a collective, or has
               no record; "unmatched": a send without recv, or the reverse; "crossed": ranks wait for each other;
-              "mismatch": ranks made different calls; "dead", "stopped", "left" (its communicator has ended), "failed"
-              (its call raised), "stalled" (all ranks have entered the call, and it makes no progress)
+              "mismatch": ranks made different calls; "dead", "stopped", "destroyed" (it has ended its communicator),
+              "failed" (its call raised), "stalled" (all ranks have entered the call, and it makes no progress)
     sentence  the finding in one sentence; details: one line per rank concerned
     culprits  (uid of the communicator, rank in it); lines: their lines of code, with full paths
     comms     uids of the communicators concerned; processes: (host, pid) of the culprits' processes
@@ -184,7 +183,8 @@ def _not_entered(graph: WaitGraph, point: SyncPoint, members: Sequence[Member]) 
         if point.group.members[rank].process is members[0].process:
             fix = "if one thread makes the calls of both ranks, put them into a pynccl.group()"
             details.append(f"{point.group.names([rank])} waits there in the same process: {fix}")
-    return graph.finding(
+    return new_finding(
+        graph,
         kind,
         Priority.NOT_ENTERED,
         text,
@@ -206,7 +206,7 @@ def _no_record(graph: WaitGraph, point: SyncPoint) -> Finding:
     if ended and ended[0].outcome == Outcome.MISMATCH:  # this error names the mismatched calls
         text, details[0] = details[0], text
     culprits = [(point.group.uid, rank) for rank in ranks]
-    return graph.finding("missing", Priority.UNKNOWN, text, points=[point], details=details, culprits=culprits)
+    return new_finding(graph, "missing", Priority.UNKNOWN, text, points=[point], details=details, culprits=culprits)
 
 
 def _matching_call(point: SyncPoint) -> str:
@@ -238,7 +238,8 @@ def _crossed(graph: WaitGraph, cycle: Sequence[SyncPoint]) -> Finding:
     for _, (dependency, *_), _ in edges[:MAX_LINES]:
         details.append(f"{graph.job.name(dependency.member.process)}: {graph.job.status(dependency.member)}")
         sites += [call.site for call in (dependency.earlier_call, dependency.later_call) if call]
-    return graph.finding(
+    return new_finding(
+        graph,
         "crossed",
         Priority.CROSSED if certain else Priority.UNCERTAIN,
         f"ranks wait for each other: {', '.join(texts)}{more}",
@@ -284,7 +285,8 @@ def _stalled(graph: WaitGraph, point: SyncPoint) -> Finding:
     text = f"{group.names(point.arrived)} in {point.describe()}, {how}, {rest}: {causes}"
     # Within a group, messages between two nodes or containers are the likelier ones to be lost.
     several = len({(member.process.machine, member.process.host) for member in members[:4]}) > 1
-    return graph.finding(
+    return new_finding(
+        graph,
         "stalled",
         Priority.STALLED_BETWEEN_NODES if several else Priority.STALLED,
         text,

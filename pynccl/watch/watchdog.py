@@ -8,16 +8,20 @@ is missing, the program may fill the launch queue, and then every CUDA call bloc
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from ..bindings.library import Library, host_module
 from ..bindings.workers import NoAnswer, QueryWorker
-from . import frames, progress, recorder
+from ..interop.devices import cuda_driver, on_device
+from ..interop.events import pooled, relaxed
+from . import frames, recorder
 from .records import ProcessRecord
 from .track import Track
 
@@ -58,7 +62,7 @@ class CommState:
     entry: int = 0  # the newest call at the last poll
     since: float = 0.0  # when it was first observed as the newest call
     completed: int = 0
-    mark: progress.Mark | None = None
+    mark: Mark | None = None
     reported: int = 0  # the newest call that was reported as overdue
     ended: int = 0  # the newest call that exceeded its communicator's call_timeout
 
@@ -154,7 +158,7 @@ class Watchdog:
         on_host = track.library is not None and track.library.is_host
         if not (track.is_posted(state.entry) if inside else on_host):
             return state.since
-        since = progress.awaited_since(set(track.streams(state.completed, state.entry)))
+        since = awaited_since(set(track.streams(state.completed, state.entry)))
         track.mark_awaited(since)
         return since
 
@@ -182,12 +186,12 @@ class Watchdog:
             track.completed(mark.entry)
         return None
 
-    def _mark(self, track: Track, state: CommState) -> progress.Mark | None:
+    def _mark(self, track: Track, state: CommState) -> Mark | None:
         streams = track.streams(state.completed, state.entry)
         for synchronous in {0, track.posts_on} if track.library.is_host else {track.posts_on} - {0}:
             streams.pop(synchronous, None)  # its calls have returned
         details = (track.library, track.ordinal, state.entry, streams, track.recorded)
-        return self._ask_streams(track, partial(progress.mark, *details))
+        return self._ask_streams(track, partial(mark, *details))
 
     def _ask_streams(self, track: Track, call: Callable[[], T]) -> T:
         """Return `call()`, which calls CUDA. Raise NoAnswer if CUDA does not answer in time."""
@@ -271,3 +275,76 @@ def stop() -> None:
     if _watchdog is not None and _watchdog.recorder.mine:
         _watchdog.stop()
     _watchdog = None
+
+
+# The progress of a communicator's streams. Calls record no events. One is recorded only once no call was issued for a
+# while: a program that keeps issuing calls makes progress, and one that waits, even for a hanging stream, issues none.
+# An event would invalidate a CUDA graph capture on its stream, but only if the capture began between the check of the
+# stream and the recording of the event.
+
+
+def awaited_since(streams: set[int]) -> float:
+    """Return since when the program waits for one of these host streams; 0.0: it does not."""
+    return float(host_module().awaited_since(streams))
+
+
+class Mark(NamedTuple):
+    """Events recorded on the streams after the calls up to `entry`."""
+
+    entry: int
+    made: float
+    events: list[Any]
+
+    def passed(self) -> bool | None:
+        """Return whether all of those calls have completed; None: this mark cannot tell and never will."""
+        try:
+            passed = all(event.query() for event in self.events)
+            return None if passed and any(getattr(event, "failed", False) for event in self.events) else passed
+        except Exception:  # a capture, or an error of an earlier launch, which is reported elsewhere
+            return None
+
+
+def mark(
+    library: Library, ordinal: int, entry: int, streams: Iterable[int], recorded: tuple[int, int, Any] = (0, 0, None)
+) -> Mark | None:
+    """Record a mark on these streams; None if one of them does not accept an event yet. Closed streams are skipped.
+
+    recorded  see Track: on that stream, its event does if no later call was made"""
+    events = []
+    for handle in streams:
+        if recorded[:2] == (entry, handle):
+            events.append(recorded[2])
+            continue
+        try:
+            event = _host_event(handle) if library.is_host else _cuda_event(handle, ordinal)
+        except LookupError:
+            continue
+        except Exception:  # the program may be closing the stream, or capturing a graph, right now
+            return None
+        if event is None:
+            return None
+        events.append(event)
+    return Mark(entry, time.monotonic(), events)
+
+
+def _host_event(handle: int) -> Any:
+    stream = host_module().stream_from_handle(handle)
+    if stream is None:
+        raise LookupError("the stream is gone: closed, or dropped")
+    return stream.record()
+
+
+def _cuda_event(handle: int, ordinal: int) -> Any:
+    driver = cuda_driver()
+    with on_device(ordinal), relaxed():
+        code, status = driver.cuStreamIsCapturing(driver.CUstream(handle))[:2]
+        if int(code) in _INVALID_STREAM:
+            raise LookupError("the stream is gone: another library has destroyed it")
+        if code or status:
+            return None
+        event = pooled(ordinal)
+        event.record(ctypes.c_void_p(handle))
+        return event
+
+
+_INVALID_STREAM = (400, 709)  # CUDA_ERROR_INVALID_HANDLE, CUDA_ERROR_CONTEXT_IS_DESTROYED

@@ -22,10 +22,10 @@ ORDER: dict[str, str] = {
         bindings.library bindings.structs bindings.listing
         interop.dlpack interop.tensors interop.handles interop.buffers interop.devices interop.events interop.keepalive
         interop.streams
-        watch.layout watch.records watch.settings watch.folder watch.frames watch.attribution watch.recorder
-        watch.track watch.reader watch.formatting watch.job watch.graph watch.mismatches
-        watch.dead_ranks watch.verdict watch.store watch.cross_node watch.diagnosis watch.exit_hooks
-        watch.progress watch.watchdog
+        watch.layout watch.records watch.folder watch.frames watch.recorder
+        watch.track watch.reader watch.formatting watch.job watch.graph
+        watch.findings watch.verdict watch.store watch.cross_node watch.diagnosis watch.exit_hooks
+        watch.watchdog
         comm.deadline comm.observers comm.scratch comm.base comm.call comm.consistency comm.redop comm.groups
         comm.argcheck comm.enqueue comm.collectives comm.collectives_v comm.memory comm.mempool comm.rma
         comm.plan comm.finalize comm.init comm.communicator comm.simulation

@@ -23,7 +23,7 @@ from cuda.bindings import driver as api
 import pynccl.torch_backend
 from pynccl.interop import events
 from pynccl.torch_backend.work import Lane
-from pynccl.watch import progress, watchdog
+from pynccl.watch import watchdog
 
 driver.stub_called.restype = ctypes.c_char_p
 torch_state = SimpleNamespace(stream=0, device=0, capturing=False, set=[])
@@ -170,7 +170,7 @@ work = issue()
 entry, stream, event = comm._track.recorded
 assert (entry, stream, event) == (comm._track.head, lane.side.handle, work.event)
 driver_calls()
-found = progress.mark(library, 0, entry, [stream], comm._track.recorded)
+found = watchdog.mark(library, 0, entry, [stream], comm._track.recorded)
 assert driver_calls() == [] and found.events == [event]       # no event of its own
 driver.stub_query(600)
 assert found.passed() is False
@@ -181,7 +181,7 @@ del work, event
 issue().wait()
 assert found.events[0].handle not in free()
 comm.all_reduce(x, x, stream=lane.side)   # another call behind it: the event stands for the calls before
-other = progress.mark(library, 0, comm._track.head, [stream], comm._track.recorded)
+other = watchdog.mark(library, 0, comm._track.head, [stream], comm._track.recorded)
 assert other.events[0] is not comm._track.recorded[2]
 """,
     "an event recorded in a capture is not used again and not queried": """

@@ -239,6 +239,6 @@ def test_invalid_data_in_the_store_is_ignored() -> None:
     for text in HOSTILE:
         for key in ("watch/ends", "watch/where/1"):
             store.append(key, text.encode(errors="surrogatepass") + b"\n")
-        store.add("watch/ends/told", 1)
+        store.add("watch/ends/reported", 1)
     report(processes[:1], processes[1:])
     assert processes[0].report == "missing 2; answers from 0 1 2" and processes[0].exchange.reported_ends() == []

@@ -6,11 +6,11 @@ from __future__ import annotations
 from stub_driver import over_driver
 
 MARKS = """
-from pynccl.watch import progress
+from pynccl.watch import watchdog
 stream = pynccl.create_stream(1, library=library)
 
 def mark():
-    return progress.mark(library, 1, 7, {stream.handle})
+    return watchdog.mark(library, 1, 7, {stream.handle})
 
 def check():
     driver.stub_query(600)                       # the work is in progress
@@ -28,7 +28,7 @@ def check():
     assert mark() is None                        # an event would become part of the graph
     driver.stub_capture(0)
     assert mark() is not None
-    assert progress.mark(library, 1, 7, set()).passed()   # nothing was issued on any stream
+    assert watchdog.mark(library, 1, 7, set()).passed()   # nothing was issued on any stream
 
 make_current(0)
 check()
@@ -42,7 +42,7 @@ def test_a_mark_is_an_event_after_the_issued_work() -> None:
 
 
 DESTROYED = """
-from pynccl.watch import progress
+from pynccl.watch import watchdog
 from pynccl.interop.handles import vouched
 from cuda.bindings import driver as api
 make_current(1)
@@ -56,7 +56,7 @@ def issued():
 
 def complete():
     after = comm._track.head - 1
-    found = progress.mark(library, 1, comm._track.head, comm._track.streams(after, after + 1))
+    found = watchdog.mark(library, 1, comm._track.head, comm._track.streams(after, after + 1))
     return found is not None and found.passed()
 
 for error, gone in ((400, True), (709, True), (719, False)):   # an error of an earlier launch does not count

@@ -173,7 +173,7 @@ ENDED = {
                 3, comm(3, 4, [call(40)], ended=CommEnd.DESTROYED, ended_site="/home/me/t.py:9", ended_at=NOW - 4.2)
             ),
         ],
-        "left tp3: rank 3's comm 'tp' was destroyed at t.py:9 4.2 s ago; "
+        "destroyed tp3: rank 3's comm 'tp' was destroyed at t.py:9 4.2 s ago; "
         f"3 ranks have waited 12.3 s in {WHERE}, which it never entered.",
         lines=["/home/me/t.py:9"],
     ),
@@ -236,7 +236,7 @@ LAUNCHES = {
     "a rank is done": ([launched(0, 1, 2), launched(1, 1, 2, ended=CommEnd.DESTROYED)], "running", "no rank is stuck"),
     "its communicator ended before": (
         [launched(0, 1, 2), launched(1, 1, ended=CommEnd.DESTROYED)],
-        "left",
+        "destroyed",
         "in all_reduce #2 (comm 'tp', 2 ranks, BFLOAT16 x 33,554,432, a.py:3), which it never entered",
     ),
     "a rank's record is gone": ([launched(0, 1, 2)], "running", "no rank is stuck"),

@@ -1,15 +1,88 @@
-"""Find ranks that will not enter a call: dead or stopped processes, ended communicators, calls that raised."""
+"""What ranks did wrong: they ended, were stopped, ended a communicator, raised, or made calls that differ."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum, auto
+from typing import Any
 
+from ..bindings.abi import ELEMENTS
 from ..bindings.errors import Outcome
-from .formatting import ago, at, call_site, clean
-from .graph import COMM_ENDED, Finding, Priority, SyncPoint, WaitGraph
+from .formatting import ago, at, call_site, call_text, clean, line_of
+from .graph import COMM_ENDED, SyncPoint, WaitGraph
 from .job import MAX_LINES, Group, names_of
 from .layout import ENDED_AS, ProcessEnd
 from .records import DEAD, FAILED, INSIDE, STOPPED, CallRecord, ProcessRecord
+
+
+class Priority(IntEnum):
+    """Of findings: the one that comes first in this list is reported as the cause. From CONSEQUENCE on, a finding only
+    follows from something else."""
+
+    PROCESS_ENDED = 0
+    MISMATCH = auto()
+    ENDED_BY_NCCL = auto()
+    CROSSED = auto()
+    STOPPED = auto()
+    FAILED = auto()
+    COMM_ENDED = auto()
+    NOT_ENTERED = auto()
+    UNCERTAIN = auto()  # crossed only if two streams block each other; or NCCL reports a mismatch
+    KILLED = auto()  # all processes were killed: what they waited for comes first
+    UNKNOWN = auto()
+    STALLED_BETWEEN_NODES = auto()
+    STALLED = auto()
+    CONSEQUENCE = auto()
+    FAILED_SINCE = auto()
+    BEFORE_THE_END = auto()  # a wait, although the processes ended for another reason
+
+
+@dataclass
+class Finding:
+    """One finding; see Verdict. `waiting`: number of processes that wait because of it; `age`: for how many seconds.
+    `processes`: (host, pid) of the culprits' processes."""
+
+    kind: str
+    priority: Priority
+    sentence: str
+    details: list[str] = field(default_factory=list)
+    culprits: list[tuple[str, int]] = field(default_factory=list)
+    processes: list[tuple[str, int]] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    comms: list[str] = field(default_factory=list)
+    waiting: int = 0
+    age: float = 0.0
+
+    @property
+    def is_cause(self) -> bool:
+        return self.priority < Priority.CONSEQUENCE
+
+
+def new_finding(
+    graph: WaitGraph,
+    kind: str,
+    priority: Priority,
+    text: str,
+    *,
+    points: Sequence[SyncPoint],
+    sites: Iterable[str] = (),
+    **rest: Any,
+) -> Finding:
+    """Return a finding that blocks these sync points and all that wait for them.
+
+    sites  file:line of the calls or of the ranks' positions; rest: details, culprits, comms"""
+    found = Finding(kind, priority, text, **rest)
+    behind = graph.behind(points)
+    found.waiting = len({id(point.group.members[rank].process) for point in behind for rank in point.arrived})
+    found.age = max((point.age() for point in points), default=0.0)
+    found.comms = list(dict.fromkeys([*found.comms, *(point.group.uid for point in behind)]))
+    found.lines = list(dict.fromkeys(line for site in sites if (line := line_of(site))))
+    found.culprits = list(dict.fromkeys(found.culprits))
+    members = [member for key in found.culprits if (member := graph.job.member_of(*key))]
+    found.processes = list(dict.fromkeys((member.process.host, member.process.pid) for member in members))
+    return found
 
 
 def find_unavailable_ranks(graph: WaitGraph) -> Iterator[Finding]:
@@ -61,7 +134,8 @@ def _find_dead(graph: WaitGraph) -> Finding | None:
     details = [f"{job.name(first, group)}: {member.progress()}"] if member else []
     details += [f"also: {describe_end(graph, process)}" for process in others if not process.gave_up][:MAX_LINES]
     places = [first.end_site, *(call.site for call in _inside(graph, first).values()), first.where]
-    return graph.finding(
+    return new_finding(
+        graph,
         "dead",
         priority,
         every + describe_end(graph, first, group) + _waiting_clause(points),
@@ -113,7 +187,8 @@ def _find_stopped(graph: WaitGraph) -> Finding | None:
         for process in halted
     ]
     members = [member for process in halted for member in job.members.get(id(process), [])[:1]]
-    return graph.finding(
+    return new_finding(
+        graph,
         "stopped",
         Priority.STOPPED,
         texts[0] + _waiting_clause(points),
@@ -135,8 +210,9 @@ def _find_ended_comm(graph: WaitGraph, point: SyncPoint) -> Finding:
     how = f"{ENDED_AS[first.comm.ended]}{at(first.comm.ended_site)}{ago(first.process, first.comm.ended_at)}"
     text = f"{names_of([first])}'s comm '{point.group.name}' was {how}; {point.waiting()} in {point.describe()}"
     text += ", which it never entered"
-    return graph.finding(
-        "left",
+    return new_finding(
+        graph,
+        "destroyed",
         Priority.COMM_ENDED,
         text,
         points=[point],
@@ -168,7 +244,8 @@ def _find_failure(graph: WaitGraph, group: Group) -> Finding | None:
         f"{names_of([one])}: {group.call_name(other)}{call_site(other)}{_raised(other)}"
         for one, other in rows[1:MAX_LINES]
     ]
-    return graph.finding(
+    return new_finding(
+        graph,
         "failed",
         priority,
         text,
@@ -182,3 +259,95 @@ def _find_failure(graph: WaitGraph, group: Group) -> Finding | None:
 
 def _raised(call: CallRecord) -> str:
     return f" raised {clean(call.error) or 'an exception'}"
+
+
+# Calls that do not match: operation, count, data type, operator or root
+
+_COMPARED_BY_NAME = ("init", "split", "group plan", "barrier", "grow", "shrink")  # only the operation is compared
+_ITEMSIZE = {element.dtype.name: element.itemsize for element in ELEMENTS}
+
+
+def find_mismatches(graph: WaitGraph) -> list[Finding]:
+    """Return a finding for each communicator whose ranks made different calls, and for each send and recv that differ
+    in size."""
+    found = [_mismatch(graph, group) for group in graph.job.groups]
+    found += [_size_mismatch(graph, point) for point in graph.points]
+    return [finding for finding in found if finding]
+
+
+def _mismatch(graph: WaitGraph, group: Group) -> Finding | None:
+    """Report the first collective that differs. Culprits: the minority, or all ranks if there is no majority."""
+    keys: dict[int, set[tuple[str | int, ...]]] = {}
+    for member in group.members.values():
+        for number, call in member.numbered.items():
+            keys.setdefault(number, set()).add(_key(call))
+    number = min((number for number, found in keys.items() if len(found) > 1), default=0)
+    if not number:
+        return None
+    calls = {rank: member.numbered[number] for rank, member in group.members.items() if number in member.numbered}
+    points = [point for point in graph.points if point.group is group and point.call.number == number]
+    if graph.was_handled(group, calls, points):
+        return None
+    majority, votes = Counter(map(_key, calls.values())).most_common(1)[0]
+    odd = {rank: call for rank, call in calls.items() if _key(call) != majority}
+    usual = {rank: call for rank, call in calls.items() if _key(call) == majority}
+    sides, others = _texts_by_call(group, odd), _texts_by_call(group, usual)
+    if 2 * votes > len(calls):
+        theirs = next(iter(usual.values()))
+        text = f"{', '.join(sides[:3])} as #{number:,} ({group.title()}), where the others call "
+        text += f"{call_text(theirs)}{call_site(theirs)}"
+    else:
+        text = f"the ranks disagree about call #{number:,} ({group.title()}): {', '.join([*sides, *others][:4])}"
+        odd |= usual
+    text += f"; {points[0].waiting(' there')}" if points else ""
+    details = [*[*sides, *others][:MAX_LINES], "every rank must make the same collective calls in the same order"]
+    return new_finding(
+        graph,
+        "mismatch",
+        Priority.MISMATCH,
+        text,
+        points=points,
+        details=details,
+        culprits=[(group.uid, rank) for rank in sorted(odd)],
+        comms=[group.uid],
+        sites=[odd[rank].site for rank in sorted(odd)],
+    )
+
+
+def _texts_by_call(group: Group, calls: dict[int, CallRecord]) -> list[str]:
+    """Return a text per distinct call: "rank 0 calls all_reduce(count=4, FLOAT32) at a.py:3"."""
+    rows: dict[str, list[int]] = {}
+    for rank, call in calls.items():
+        rows.setdefault(call_text(call), []).append(rank)
+    return [
+        f"{group.names(ranks)} call{'s' if len(ranks) == 1 else ''} {text}{call_site(calls[ranks[0]])}"
+        for text, ranks in rows.items()
+    ]
+
+
+def _key(call: CallRecord) -> tuple[str | int, ...]:
+    """Return the properties of a call that must match on all ranks."""
+    if call.outcome == Outcome.MISMATCH and call.detail:  # of PYNCCL_CHECK=1
+        return call.operation, call.detail
+    if call.operation in _COMPARED_BY_NAME:
+        return (call.operation,)
+    count = -1 if call.operation.endswith("_v") else call.count
+    return call.operation, count, call.dtype, call.op, call.root
+
+
+def _size_mismatch(graph: WaitGraph, point: SyncPoint) -> Finding | None:
+    """Compare the sizes of a send and its recv."""
+    calls = {call.operation: (rank, call) for rank, call in point.arrived.items()}
+    if calls.keys() != {"send", "recv"}:
+        return None
+    group, (source, send), (target, recv) = point.group, calls["send"], calls["recv"]
+    sent, expected = (call.count * _ITEMSIZE.get(call.dtype, -1) for call in (send, recv))
+    if sent == expected or min(sent, expected) < 0:
+        return None
+    text = (
+        f"{group.names([source])} sends {send.dtype} x {send.count:,}{call_site(send)} to "
+        f"{group.names([target])}, which expects {recv.dtype} x {recv.count:,}{call_site(recv)} (comm '{group.name}')"
+    )
+    culprits = [(group.uid, source), (group.uid, target)]
+    sites = [send.site, recv.site]
+    return new_finding(graph, "mismatch", Priority.MISMATCH, text, points=[point], culprits=culprits, sites=sites)
