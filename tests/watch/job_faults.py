@@ -423,19 +423,19 @@ def allowed(case: Case) -> tuple[set[int], set[int]]:
     truth, rank = case.truth, {case.rank} - {-1}
     if case.fault == "network stalls":  # a rank may seem to be behind, as a mark on its streams passes only as a whole
         return truth.waiting, set()
-    if case.fault == "irecv never matched":
+    ended = case.rank >= 0 and case.job.ranks[case.rank].state != "running"
+    if case.fault == "irecv never matched" or not (truth.waiting or ended):
         return set(), set()
+    # A rank that has caught the error of its call and lives on may be what others wait for now.
+    survivors = {number for number, process in enumerate(case.job.ranks) if process.where.endswith("handle")}
     if case.exact or not truth.waiting:
-        alone = case.job.ranks[case.rank].state == "running" and not truth.waiting
-        if alone:
-            return set(), set()
         # With CUDA, a rank that is asleep might as well wait for what it has on a stream.
-        return rank | (truth.cycle_of(case.rank) if case.job.cuda and case.fault == "asleep" else set()), rank
+        may_wait = case.job.cuda and case.fault == "asleep"
+        may = rank | survivors | (truth.cycle_of(case.rank) if may_wait else set())
+        return may, set() if survivors else rank
     if truth.sides:
         return truth.sides, rank & truth.sides
     known = truth.cycle | truth.idle
-    # A rank that has caught the error of its call and lives on may be what others wait for now.
-    survivors = {number for number, process in enumerate(case.job.ranks) if process.where.endswith("handle")}
     return known | survivors | truth.cycle_of(case.rank), set() if survivors else rank & known
 
 

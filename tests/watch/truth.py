@@ -34,7 +34,8 @@ class Truth:
 
     def cycle_of(self, rank: int) -> set[int]:
         """Return the ranks of the cycles with this rank if all is counted that the records do not exclude: a call that
-        has not begun needs its ranks too, and with CUDA a thread may wait for any call of its rank."""
+        has not begun needs its ranks too; streams may wait for each other, as NCCL starts kernels in the order of the
+        calls; and with CUDA a thread may wait for any call of its rank."""
         after = _reach(self._blocked_threads, self._possible_edges)
         return {node.rank for part in _cycles(after) if any(node.rank == rank for node in part) for node in part}
 
@@ -95,6 +96,9 @@ class Truth:
                 found += [call for call in self.job.pending(node.rank) if call.stream and not call.outcome]
         elif found and not node.active:
             found += self._others(node)
+        if isinstance(node, Call) and node.stream and not (node.done or node.outcome):
+            pending = self.job.pending(node.rank)
+            found += [call for call in pending if call.stream and call.issued < node.issued and not call.outcome]
         return found
 
     def _others(self, call: Call) -> list[Node]:
