@@ -116,14 +116,19 @@ class Call:
 
 @dataclass(eq=False)
 class Unit:
-    """The calls of one step, and the queues (of streams and communicators) that it is in."""
+    """The calls of one step, and the queues that it is in: of its stream, and of its communicators, which go on as soon
+    as their own calls are complete."""
 
     calls: list[Call]
-    queues: list[deque[Unit]] = field(default_factory=list)
+    queues: dict[int | str, deque[Unit]] = field(default_factory=dict)
 
     @property
     def active(self) -> bool:
-        return all(queue[0] is self for queue in self.queues)
+        return not any(self.ahead())
+
+    def ahead(self) -> Iterator[Unit]:
+        """Yield the units that must be complete first."""
+        yield from (queue[0] for queue in self.queues.values() if self in queue and queue[0] is not self)
 
     @property
     def done(self) -> bool:
@@ -303,7 +308,7 @@ class Job:
         for key in [*([step.stream] if step.stream else []), *keys]:
             queue = self._queue(rank, key)
             queue.append(unit)
-            unit.queues.append(queue)
+            unit.queues[key] = queue
         for call in calls:
             self._unit_of[id(call)] = unit
             self._meet(call)
@@ -351,13 +356,18 @@ class Job:
                     other.done = self._tick()
                     self._made(other)
                     whole = self._unit_of[id(other)]
-                    if whole.done:
-                        for each in whole.calls:  # a group returns as a whole
-                            each.returned = each.returned or self.clock
-                        for queue in whole.queues:
-                            queue.remove(whole)
-                            if queue:
-                                ready.append(queue[0])
+                    for each in whole.calls if whole.done else ():  # a group returns as a whole
+                        each.returned = each.returned or self.clock
+                    ready += self._passed(whole)
+
+    def _passed(self, unit: Unit) -> Iterator[Unit]:
+        """Take a unit out of the queues that need not wait for the rest of it. Yield those behind it."""
+        for key, queue in unit.queues.items():
+            mine = [call for call in unit.calls if not isinstance(key, str) or call.op.comm == key]
+            if all(call.done for call in mine) and unit in queue:
+                queue.remove(unit)
+                if queue:
+                    yield queue[0]
 
     def _completes(self, call: Call) -> Sequence[Call]:
         """Return the calls that complete because this one has begun."""

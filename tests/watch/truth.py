@@ -78,9 +78,7 @@ class Truth:
         if node.done or node.outcome:
             return []
         unit = job.unit_of(node)
-        ahead: list[Node] = [
-            call for queue in unit.queues if queue[0] is not unit for call in queue[0].calls if not call.done
-        ]
+        ahead: list[Node] = [call for first in unit.ahead() for call in first.calls if not call.done]
         if job.ranks[node.rank].state == "dead" or not (node.active or ahead):  # or of a stopped process
             return self._threads(node.rank, node.op.comm)
         if ahead:
@@ -96,17 +94,25 @@ class Truth:
                 found += [call for call in self.job.pending(node.rank) if call.stream and not call.outcome]
         elif found and not node.active:
             found += self._others(node)
-        if isinstance(node, Call) and node.stream and not (node.done or node.outcome):
-            pending = self.job.pending(node.rank)
-            found += [call for call in pending if call.stream and call.issued < node.issued and not call.outcome]
+        if isinstance(node, Call) and not (node.done or node.outcome):
+            for call in self._halves(node).values():
+                found += self._issued_before(call) if call.stream else []
         return found
+
+    def _issued_before(self, call: Call) -> list[Node]:
+        pending = self.job.pending(call.rank)
+        return [other for other in pending if other.stream and other.issued < call.issued and not other.outcome]
+
+    def _halves(self, call: Call) -> dict[int, Call]:
+        """Return the calls by which ranks have come to the point of this call."""
+        if call.op.operation not in (*MESSAGES, "wait_signal"):
+            return self.job.meeting(call)
+        half = self.job.partner(call)
+        return {call.rank: call} if half is None else {call.rank: call, half.rank: half}
 
     def _others(self, call: Call) -> list[Node]:
         """Return what a call waits for on other ranks, once it has begun."""
-        job, message = self.job, call.op.operation in (*MESSAGES, "wait_signal")
-        others = {} if message else job.meeting(call)
-        if message and (half := job.partner(call)) is not None:
-            others = {half.rank: half}
+        job, others = self.job, self._halves(call)
         found: list[Node] = []
         for rank in job.needed(call) - {call.rank}:
             other = others.get(rank)
