@@ -287,9 +287,10 @@ def _add_launched(group: Group, launched: dict[int, ProcessRecord]) -> None:
     present = {id(member.process) for member in group.members.values()}
     known = [member for member in group.members.values() if member.process.rank >= 0]
     all_launched = all(member.rank == member.process.rank and not member.comm.parent for member in known)
-    ranks = group.ranks or (range(group.size) if all_launched and max(launched, default=0) < group.size else ())
+    same_numbers = all_launched and max(launched, default=0) < group.size
+    ranks = enumerate(group.ranks) if group.ranks else zip(launched, launched, strict=True) if same_numbers else ()
     jobs = {member.process.job for member in known}
-    for rank, number in enumerate(ranks):
+    for rank, number in ranks:
         process = launched.get(number)
         if process and rank not in group.members and process.job in jobs and id(process) not in present:
             group.members[rank] = Member(

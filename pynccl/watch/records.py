@@ -253,12 +253,13 @@ def _checked(kind: Any, value: Any, where: str) -> Any:
     """Return a value from JSON as the annotation `kind` of its field says. ValueError if it is something else."""
     if kind in (ProcessRecord, CommRecord, CallRecord):
         hints = _hints(kind)
-        if not isinstance(value, dict) or not hints.keys() >= value.keys():
-            unknown = f"the fields {sorted(value.keys() - hints.keys())[:3]}" if isinstance(value, dict) else ""
-            raise ValueError(f"{where} has {unknown or type(value).__name__}: not a record of this pynccl version")
+        if not isinstance(value, dict):
+            raise ValueError(f"{where} is {shown(value)}, expected an object")
+        if unknown := sorted(value.keys() - hints.keys()):
+            raise ValueError(f"{where} has the fields {unknown[:3]}: not a record of this pynccl version")
         try:
             return kind(**{name: _checked(hints[name], each, f"{where}.{name}") for name, each in value.items()})
-        except TypeError as error:
+        except TypeError as error:  # a field is left out
             raise ValueError(f"{where}: {error}") from None
     if typing.get_origin(kind) is list and isinstance(value, list):
         (of,) = typing.get_args(kind)

@@ -11,7 +11,7 @@ from hung_jobs import NOW, Printed, missing, printed, process, run, save_records
 
 from pynccl.bindings.errors import NcclInvalidUsage
 from pynccl.watch import folder
-from pynccl.watch.records import COMPLETED, DEAD, RUNNING
+from pynccl.watch.records import COMPLETED, DEAD, RUNNING, CallRecord, CommRecord, ProcessRecord
 
 __all__ = ["printed"]
 
@@ -121,3 +121,37 @@ def test_control_characters_in_a_file_are_not_printed(tmp_path: Path, printed: P
                 comm.calls[-1] = dataclasses.replace(comm.calls[-1], **words)
         assert run(save_records(tmp_path / "a.json", processes), "--calls", "5", "--stacks") == 1
         assert all(line.isprintable() for line in printed()[0].split("\n")), field
+
+
+WRONG = [10**400, -(10**400), 10**19, -1, 1e308, float("nan"), True, None, "x" * 5000, [], [[]], {}, "killed"]
+KINDS = {"process": ProcessRecord, "comm": CommRecord, "call": CallRecord}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_value_in_any_field_is_used_or_reported(tmp_path: Path, printed: Printed, kind: str) -> None:
+    """One that cannot be a field's is reported with file and field, and the other records are used."""
+    good = save_records(tmp_path / "a.json", missing(2))
+    reported = 0
+    for field in dataclasses.fields(KINDS[kind]):
+        for value in WRONG:
+            document = json.loads(Path(good).read_text())
+            changed = document["processes"][0]
+            changed["pid"] = 77
+            place = {"process": changed, "comm": changed["comms"][0], "call": changed["comms"][0]["calls"][-1]}[kind]
+            place[field.name] = value
+            (tmp_path / "bad.json").write_text(json.dumps(document))
+            for options in ([], ["--json"], ["--list"], ["--timeline", str(tmp_path / "t.json"), "--calls", "3"]):
+                assert run(good, str(tmp_path / "bad.json"), *options) in (0, 1), (field.name, value, options)
+                out = printed()[0]
+                if "bad.json: process" in out:
+                    reported += 1
+                    assert f".{field.name}" in out or "rank" in out, out
+    assert reported > 4 * 4 * len(dataclasses.fields(KINDS[kind]))
+
+
+def test_a_record_of_another_version_names_what_it_does_not_know(tmp_path: Path, printed: Printed) -> None:
+    document = json.loads(Path(save_records(tmp_path / "a.json", missing(2))).read_text())
+    document["processes"][0] |= {"weight": 3, "comms": [{"ended": "destroyed"}]}
+    (tmp_path / "old.json").write_text(json.dumps(document))
+    assert run(str(tmp_path / "old.json")) == 2
+    assert "old.json: process has the fields ['weight']: not a record of this pynccl version" in printed()[1]
