@@ -1,0 +1,262 @@
+"""The smallest simulated jobs in which it is easy to name the wrong rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import pytest
+from simulated_records import hand_made
+from simulator import Comm, Job, Op, Step
+from watched import NOW
+
+from pynccl.watch.verdict import judge, render
+
+SLEEP = Step(act="sleep")
+SIGNATURE = {"all_reduce": (1024, "FLOAT32", "SUM"), "send": (8, "FLOAT32", ""), "recv": (8, "FLOAT32", "")}
+COMMS = {
+    comm.name: comm
+    for comm in (
+        Comm("world", (0, 1, 2)),
+        Comm("all", (0, 1, 2, 3)),
+        Comm("some", (0, 1, 2)),
+        Comm("2 to 1", (2, 1), route=True),
+        Comm("pair", (0, 1)),
+        Comm("dp", (0, 1)),
+        Comm("side", (0, 1, 2), side=True),
+        Comm("1 to 0", (1, 0), route=True),
+        Comm("1 to 2", (1, 2), route=True),
+        Comm("02", (0, 2)),
+        Comm("10", (1, 0)),
+        Comm("new", (0, 1), made=False),
+        Comm("late", (0, 1, 2), made=False),
+    )
+}
+
+
+def do(comm: str, operation: str, peer: int = -1, stream: int = 0, act: str = "") -> Step:
+    """Return a step that makes a call.   stream: 0: the thread blocks"""
+    count, dtype, op = SIGNATURE.get(operation, (-1, "", ""))
+    return Step((Op(comm, operation, 5, count, dtype, op, peer=peer),), stream, act)
+
+
+def wait(*streams: int) -> Step:
+    return Step(act="wait", streams=streams)
+
+
+def gives_up(
+    rank: int, *comms: str, by: str = "TIMED_OUT", code: int = -1, after: float = -30.0, ends: bool = True
+) -> Callable[[Job], None]:
+    """Return a function by which the open calls of a rank on these communicators fail, and its process ends."""
+
+    def apply(job: Job) -> None:
+        process, now = job.ranks[rank], NOW + after
+        for (name, owner), own in job.members.items():
+            if owner == rank and name in comms:
+                for call in own.calls:
+                    if not call.done:
+                        job.fail(call, by, "NcclTimeout: no answer", code)
+                        call.returned = now
+            if owner == rank and not own.ended and ends:
+                own.ended, own.ended_at = "AT_EXIT", now + 0.2
+        if ends:
+            process.state, process.ending, process.outcome, process.code = "dead", "CALL_FAILED", by, code
+            process.end, process.end_at, process.heartbeat = "NcclTimeout: no answer", now + 0.1, now
+
+    return apply
+
+
+def launcher_kills(*ranks: int) -> Callable[[Job], None]:
+    def apply(job: Job) -> None:
+        for rank in ranks:
+            process = job.ranks[rank]
+            process.state, process.ending, process.heartbeat = "dead", "KILLED", NOW - 10
+
+    return apply
+
+
+def no_record(rank: int) -> Callable[[Job], None]:
+    def apply(job: Job) -> None:
+        job.ranks[rank].recorded = False
+
+    return apply
+
+
+def unobserved(rank: int, comm: str) -> Callable[[Job], None]:
+    """The watchdog of a rank has not observed yet that any call on a stream has completed."""
+
+    def apply(job: Job) -> None:
+        job.members[comm, rank].completed = 0
+
+    return apply
+
+
+@dataclass
+class Small:
+    """A job and the ranks to be named.   side: the steps of second threads; then: what happens in the end"""
+
+    culprits: set[int]
+    programs: Sequence[Sequence[Step]]
+    side: dict[int, Sequence[Step]] = field(default_factory=dict)
+    cuda: bool = False
+    then: Sequence[Callable[[Job], None]] = ()
+
+
+JOBS = {
+    "a posted call ahead of a blocking one": Small(
+        {0, 1}, [[do("pair", "recv", 1, 1), do("pair", "send", 1)], [do("pair", "recv", 0), do("pair", "send", 0)]]
+    ),
+    "a posted call ahead of one that a peer waits for": Small(
+        {0, 1}, [[do("pair", "recv", 1, 1), do("pair", "send", 1, 1)], [do("pair", "recv", 0), do("pair", "send", 0)]]
+    ),
+    "a posted call for which only others wait": Small(
+        {1, 2},
+        [
+            [do("some", "all_reduce"), do("all", "all_reduce")],
+            [do("all", "send", 2, 1), do("all", "all_reduce", stream=2), do("2 to 1", "recv", 0, 8), wait(8)],
+            [do("some", "all_reduce"), do("2 to 1", "send", 1, 8), do("all", "recv", 1), do("all", "all_reduce")],
+            [do("all", "all_reduce")],
+        ],
+    ),
+    "a posted half of a message of another size": Small(
+        {0, 1},
+        [
+            [replace(do("pair", "send", 1, 1), ops=(Op("pair", "send", 5, 9, "FLOAT32", peer=1),)), SLEEP],
+            [do("pair", "recv", 0)],
+        ],
+    ),
+    "a signal never comes to a stream": Small({0}, [[], [do("pair", "wait_signal", 0, 1), wait(1)]], cuda=True),
+    "a signal that has come, unobserved": Small(
+        {2},
+        [[do("world", "signal", 1)], [do("world", "wait_signal", 0, 1), do("world", "recv", 2, 1), wait(1)], []],
+        cuda=True,
+        then=[unobserved(1, "world")],
+    ),
+    "a signal never came, and a later call completed": Small(
+        {0},
+        [
+            [do("pair", "all_reduce")],
+            [do("pair", "wait_signal", 0, 1), do("pair", "all_reduce"), wait(1)],
+        ],
+        then=[gives_up(1, "pair", by="ABORTED_BY_WATCHDOG")],
+    ),
+    "crossed on streams, aborted by the watchdog": Small(
+        {0, 1},
+        [[do("pair", "recv", 1 - rank, 1), do("pair", "send", 1 - rank, 1), wait(1)] for rank in range(2)],
+        cuda=True,
+        then=[gives_up(rank, "pair", by="ABORTED_BY_WATCHDOG", after=rank - 30) for rank in range(2)],
+    ),
+    "crossed, and one rank has given up on another communicator": Small(
+        {0, 1},
+        [
+            [do("pair", "send", 1, 1), do("pair", "recv", 1, 1), wait(1)],
+            [do("pair", "send", 0, 1), do("pair", "recv", 0, 1), do("dp", "all_reduce")],
+        ],
+        cuda=True,
+        then=[gives_up(1, "dp")],
+    ),
+    "an early irecv makes a shorter cycle": Small(
+        {0, 1},
+        [
+            [
+                do("pair", "recv", 1, 1),
+                do("pair", "all_reduce", stream=1),
+                do("world", "all_reduce", stream=2),
+                wait(1),
+            ],
+            [do("pair", "recv", 0, 1), do("pair", "all_reduce", stream=2), wait(1)],
+            [do("02", "recv", 0, 9), do("world", "all_reduce", stream=1), wait(1)],
+        ],
+        cuda=True,
+    ),
+    "an early irecv of a waiting rank": Small(
+        {1},
+        [
+            [do("world", "all_reduce", stream=1), wait(1)],
+            [SLEEP],
+            [do("02", "recv", 0, 9), do("world", "all_reduce", stream=1), wait(1)],
+        ],
+        cuda=True,
+    ),
+    "a killed rank had posted an irecv": Small(
+        {0},
+        [
+            [do("10", "recv", 0, 9), Step(act="kill")],
+            [do("pair", "all_reduce", stream=1), wait(1)],
+        ],
+        cuda=True,
+        then=[gives_up(1, "pair", by="ABORTED_BY_WATCHDOG")],
+    ),
+    "it aborted a communicator, and timed out on another": Small(
+        {0},
+        [[do("pair", "all_reduce", act="abort"), do("dp", "all_reduce")], [do("pair", "all_reduce")]],
+        then=[gives_up(0, "dp")],
+    ),
+    "a call raised, and a peer is in the next one": Small(
+        {0},
+        [
+            [do("pair", "all_reduce", act="fail"), do("dp", "all_reduce")],
+            [do("pair", "all_reduce", stream=1), do("pair", "barrier")],
+        ],
+    ),
+    "a call raised, and its rank timed out elsewhere": Small(
+        {0},
+        [[do("pair", "all_reduce", act="fail"), do("dp", "all_reduce")], [do("pair", "all_reduce")]],
+        then=[gives_up(1, "pair"), gives_up(0, "dp", after=-29)],
+    ),
+    "a call raised, and the launcher killed its rank": Small(
+        {1},
+        [[do("pair", "all_reduce")], [do("pair", "all_reduce", act="fail"), SLEEP], []],
+        then=[gives_up(0, "pair"), launcher_kills(1, 2)],
+    ),
+    "destroy raised": Small({0}, [[do("pair", "destroy", act="fail"), SLEEP], [do("pair", "destroy")]]),
+    "two threads, of which one has given up": Small(
+        {0},
+        [[Step(act="stop")], [do("world", "all_reduce")], [do("world", "all_reduce")]],
+        {1: [do("side", "all_reduce")], 2: [do("side", "all_reduce")]},
+        then=[gives_up(1, "side"), gives_up(2, "world", after=-29)],
+    ),
+    "a rank that gave up has not destroyed": Small(
+        {1, 2},
+        [
+            [do("world", "destroy")],
+            [do("world", "destroy")],
+            [do("1 to 2", "recv", 0, 8), wait(8), do("world", "destroy")],
+        ],
+        then=[gives_up(2, "1 to 2"), gives_up(1, "world", after=-29), gives_up(0, "world", after=-28)],
+    ),
+    "no record, and the launcher killed the others": Small(
+        {2},
+        [[do("02", "all_reduce")], [], [SLEEP]],
+        then=[gives_up(0, "02"), launcher_kills(1), no_record(2)],
+    ),
+    "NCCL fails in the init that a dead rank has not joined": Small(
+        {0},
+        [[Step(act="kill")], [do("late", "init")], [do("late", "init")]],
+        then=[gives_up(1, "late", by="NCCL_FAILED", code=2)],
+    ),
+    "NCCL fails where a peer had ended because of a dead one": Small(
+        {0},
+        [[Step(act="kill")], [do("pair", "all_reduce")], [do("1 to 2", "recv", 0, 8), wait(8)]],
+        then=[
+            gives_up(1, "pair", by="NCCL_FAILED", code=2),
+            gives_up(2, "1 to 2", by="NCCL_FAILED", code=3, after=-29),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_the_verdict(name: str) -> None:
+    small = JOBS[name]
+    threads = [(rank, False, steps) for rank, steps in enumerate(small.programs)]
+    threads += [(rank, True, steps) for rank, steps in small.side.items()]
+    ranks = len(small.programs)
+    comms = [comm for comm in COMMS.values() if max(comm.ranks) < ranks]
+    job = Job(comms, threads, 0, small.cuda)
+    job.play()
+    for event in small.then:
+        event(job)
+    verdict = judge(hand_made(job))
+    named = {job.comms[uid[2:]].ranks[rank] if uid else rank for uid, rank in verdict.culprits}
+    assert named == small.culprits, f"{verdict.kind}: {render(verdict)}"
