@@ -44,6 +44,9 @@ class Results:
         outcome = judged_as(case, named)
         if case.fault == "network stalls" and verdict.kind != "stalled":
             outcome = "wrong"
+        known = verdict.kind in ("dead", "stopped", "failed", "destroyed") and not case.gave_up
+        if known and case.truth.waiting and not verdict.waiting:
+            outcome = "wrong"  # it does not say that others wait for this rank
         self.table[case.fault][outcome] += 1
         self.hits.update(case.truth.hits)
         if outcome == "wrong":

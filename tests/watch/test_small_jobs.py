@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 from simulated_records import hand_made
@@ -13,11 +15,14 @@ from watched import NOW
 from pynccl.watch.verdict import judge, render
 
 SLEEP = Step(act="sleep")
+SPIN = Step(act="wait")  # some work
 SIGNATURE = {"all_reduce": (1024, "FLOAT32", "SUM"), "send": (8, "FLOAT32", ""), "recv": (8, "FLOAT32", "")}
 COMMS = {
     comm.name: comm
     for comm in (
         Comm("world", (0, 1, 2)),
+        Comm("01", (0, 1)),
+        Comm("23", (2, 3)),
         Comm("all", (0, 1, 2, 3)),
         Comm("some", (0, 1, 2)),
         Comm("2 to 1", (2, 1), route=True),
@@ -38,6 +43,15 @@ def do(comm: str, operation: str, peer: int = -1, stream: int = 0, act: str = ""
     """Return a step that makes a call.   stream: 0: the thread blocks"""
     count, dtype, op = SIGNATURE.get(operation, (-1, "", ""))
     return Step((Op(comm, operation, 5, count, dtype, op, peer=peer),), stream, act)
+
+
+def group(*comms: str, stream: int) -> Step:
+    """Return a step that issues an all_reduce of each communicator in one group."""
+    return Step(tuple(do(comm, "all_reduce").ops[0] for comm in comms), stream)
+
+
+def shrink(excluded: int) -> Step:
+    return Step((Op("world", "shrink", 5, excluded=(excluded,)),))
 
 
 def wait(*streams: int) -> Step:
@@ -210,6 +224,20 @@ JOBS = {
         then=[gives_up(0, "pair"), launcher_kills(1, 2)],
     ),
     "destroy raised": Small({0}, [[do("pair", "destroy", act="fail"), SLEEP], [do("pair", "destroy")]]),
+    "two threads, in any order": Small(
+        {0},
+        [[Step(act="freeze")], [do("world", "all_reduce")], [SPIN, do("world", "all_reduce")]],
+        {1: [SPIN, do("side", "all_reduce")], 2: [do("side", "all_reduce")]},
+    ),
+    "a group of calls, in any order": Small(
+        {2},
+        [[group("world", "some", stream=1), wait(1)], [group("some", "world", stream=1), wait(1)], [SLEEP]],
+        cuda=True,
+    ),
+    "a closed communicator does not wait in destroy": Small(
+        {2}, [[do("world", "destroy", act="abort")], [do("world", "destroy")], [SLEEP]]
+    ),
+    "a rank that a shrink excludes": Small({2}, [[], [shrink(0)], [SLEEP]]),
     "two threads, of which one has given up": Small(
         {0},
         [[Step(act="stop")], [do("world", "all_reduce")], [do("world", "all_reduce")]],
@@ -246,17 +274,70 @@ JOBS = {
 }
 
 
+def played(
+    programs: Sequence[Sequence[Step]], side: dict[int, Sequence[Step]] | None = None, cuda: bool = False, **more: Any
+) -> Job:
+    threads = [(rank, False, steps) for rank, steps in enumerate(programs)]
+    threads += [(rank, True, steps) for rank, steps in (side or {}).items()]
+    job = Job([comm for comm in COMMS.values() if max(comm.ranks) < len(programs)], threads, 0, cuda)
+    job.broken = more.get("broken", job.broken)
+    job.play()
+    return job
+
+
+def named_by(job: Job) -> tuple[set[int], str]:
+    """Return the ranks that the verdict names, and its text."""
+    verdict = judge(hand_made(job))
+    ranks = {job.comms[uid[2:]].ranks[rank] if uid else rank for uid, rank in verdict.culprits}
+    return ranks, f"{verdict.kind}: {render(verdict)}"
+
+
 @pytest.mark.parametrize("name", JOBS)
 def test_the_verdict(name: str) -> None:
     small = JOBS[name]
-    threads = [(rank, False, steps) for rank, steps in enumerate(small.programs)]
-    threads += [(rank, True, steps) for rank, steps in small.side.items()]
-    ranks = len(small.programs)
-    comms = [comm for comm in COMMS.values() if max(comm.ranks) < ranks]
-    job = Job(comms, threads, 0, small.cuda)
-    job.play()
+    job = played(small.programs, small.side, small.cuda)
     for event in small.then:
         event(job)
-    verdict = judge(hand_made(job))
-    named = {job.comms[uid[2:]].ranks[rank] if uid else rank for uid, rank in verdict.culprits}
-    assert named == small.culprits, f"{verdict.kind}: {render(verdict)}"
+    named, text = named_by(job)
+    assert named == small.culprits, text
+
+
+def test_either_thread_may_be_the_first() -> None:
+    small = JOBS["two threads, in any order"]
+    job = played(small.programs, small.side)
+    first = [job.members["world", rank].calls[0].issued < job.members["side", rank].calls[0].issued for rank in (1, 2)]
+    assert first == [True, False]
+
+
+# In order of priority: what the two ranks of a communicator do, and which of them is to be named
+IN_CALL = [do("{}", "all_reduce")]
+ORDER: dict[str, tuple[Sequence[Step], Sequence[Step], set[int]]] = {
+    "ended by its own error": ([Step(act="raise")], IN_CALL, {0}),
+    "mismatch": ([do("{}", "barrier")], IN_CALL, {0, 1}),
+    "ended by NCCL": ([do("{}", "all_reduce", act="fail in NCCL"), Step(act="end")], IN_CALL, {0}),
+    "cycle": ([do("{}", "send", 1)], [do("{}", "send", 0)], {0, 1}),
+    "stopped": ([Step(act="stop")], IN_CALL, {0}),
+    "raised": ([do("{}", "all_reduce", act="fail"), SLEEP], IN_CALL, {0}),
+    "communicator ended": ([do("{}", "all_reduce", act="abort"), SLEEP], IN_CALL, {0}),
+    "not entered": ([SLEEP], IN_CALL, {0}),
+    "no record": ([Step(act="wait"), SLEEP], IN_CALL, {0}),
+    "stalled": (IN_CALL, IN_CALL, set()),
+}
+
+
+def _on(comm: str, steps: Sequence[Step]) -> list[Step]:
+    return [replace(step, ops=tuple(replace(op, comm=comm) for op in step.ops)) for step in steps]
+
+
+@pytest.mark.parametrize("first, second", itertools.combinations(ORDER, 2))
+@pytest.mark.parametrize("swapped", [False, True])
+def test_of_two_faults_the_verdict_names_the_first_in_order(first: str, second: str, swapped: bool) -> None:
+    programs: list[list[Step]] = []
+    for comm, fault in zip(("01", "23"), (second, first) if swapped else (first, second), strict=True):
+        programs += [_on(comm, steps) for steps in ORDER[fault][:2]]
+    where = {first: "23" if swapped else "01", second: "01" if swapped else "23"}
+    job = played(programs, broken=(where.get("stalled", ""), 1))
+    if "no record" in where:
+        job.ranks[job.comms[where["no record"]].ranks[0]].recorded = False
+    named, text = named_by(job)
+    assert named == {job.comms[where[first]].ranks[rank] for rank in ORDER[first][2]}, text
