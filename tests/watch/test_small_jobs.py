@@ -329,7 +329,7 @@ def _on(comm: str, steps: Sequence[Step]) -> list[Step]:
     return [replace(step, ops=tuple(replace(op, comm=comm) for op in step.ops)) for step in steps]
 
 
-@pytest.mark.parametrize("first, second", itertools.combinations(ORDER, 2))
+@pytest.mark.parametrize("first, second", list(itertools.combinations(ORDER, 2)))
 @pytest.mark.parametrize("swapped", [False, True])
 def test_of_two_faults_the_verdict_names_the_first_in_order(first: str, second: str, swapped: bool) -> None:
     programs: list[list[Step]] = []
