@@ -56,6 +56,10 @@ MISSING = {
         "missing tp3: no record of rank 3 of comm 'tp' (it has not entered init, runs on another node, or uses another "
         f"PYNCCL_WATCH_DIR); 3 ranks have waited 12.3 s in {WHERE}.",
     ),
+    "no records, and one of the ranks was lost": Case(
+        [process(0, comm(0, 4, [call(40), failed(with_outcome(NcclRemoteError("x"), Outcome.PEER_LOST, 2), 1)]))],
+        "missing tp2: no record of rank 2 of comm 'tp' (it has",
+    ),
     "a rank that waits elsewhere is not a culprit": Case(
         elsewhere(), "missing dp1: rank 9 never entered all_reduce #7 (comm 'dp'"
     ),
