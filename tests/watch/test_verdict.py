@@ -163,6 +163,20 @@ ENDED = {
         "process 1001 was killed or crashed (no exit recorded) within the last 1.0 s inside all_reduce",
         "last completed #40; its main thread was last in data.py:41 next_batch",
     ),
+    "a job interrupted in a hang": Case(
+        [
+            *(
+                process(
+                    rank,
+                    comm(rank, 4, [call(40, age=30), failed(KeyboardInterrupt(), 1, age=13.3, site="/m/a.py:3")]),
+                    **ended(KeyboardInterrupt()),
+                )
+                for rank in range(3)
+            ),
+            behind(3, 4, **ended(KeyboardInterrupt())),
+        ],
+        f"missing tp3: rank 3 never entered {CALL.format(4)}, a.py:3); 3 ranks gave up after 12.3 s.",
+    ),
     "all exited cleanly": Case(
         [dead(rank, ProcessEnd.CLEAN, 1) for rank in range(4)], "finished: all 4 ranks have finished."
     ),
