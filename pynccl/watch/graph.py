@@ -195,7 +195,7 @@ class WaitGraph:
         return [member.resolve_check(call) for call in together if call.state == FAILED and call.group == last.group]
 
     def _waited(self, call: CallRecord) -> bool:
-        """Return whether a rank waited in a call until it failed because of others, or by Ctrl-C at the end of the job."""
+        """Return whether a rank waited in a call until it failed because of others, or by Ctrl-C as the job ended."""
         return call.gave_up or (self.post_mortem and call.outcome == Outcome.INTERRUPTED)
 
     def _went_on(self, member: Member) -> bool:
