@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from pynccl import Communicator, NcclInvalidUsage
+from pynccl import Communicator
+from pynccl.bindings.errors import ranks_disagree
 from pynccl.bindings.values import shown
 from pynccl.comm.base import by_key
 from pynccl.watch.frames import attribute_calls
@@ -173,11 +174,9 @@ def _agree(comm: Communicator, key: PassKey) -> Mapping[str, Any]:
     row = [zlib.crc32(text.encode()) for text in (str(key), loaded.get("schedule", ""))]
     keys, schedules = zip(*gathered(comm, row), strict=True)
     if len(set(keys)) > 1:
-        lines = "\n".join(f"  rank {rank}: {broadcast_object(comm, str(key), rank)}" for rank in range(comm.size))
-        raise NcclInvalidUsage(
-            f"the ranks would use different schedules, and hang:\n{lines}\n"
-            "  every rank must pass the same sizes, data types and OverlapConfig"
-        )
+        rows = [f"rank {rank}: {broadcast_object(comm, str(key), rank)}" for rank in range(comm.size)]
+        rows += ["every rank must pass the same sizes, data types and OverlapConfig"]
+        raise ranks_disagree(rows, " about the schedules of this layer")
     return loaded if len(set(schedules)) == 1 else {}
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterable
 from enum import IntEnum
 
 from .abi import Result
@@ -112,6 +113,18 @@ def reworded(error: NcclError, text: str) -> NcclError:
     copy = type(error)(text)
     copy.__dict__.update(error.__dict__)
     return copy
+
+
+def disagreement(rows: Iterable[str], about: str = "", lines: bool = False) -> str:
+    """ "the ranks disagree about call #5: rank 0 calls all_reduce(count=4), rank 1 calls all_reduce(count=5)".
+
+    lines  one row per line"""
+    return f"the ranks disagree{about}:" + ("\n  " if lines else " ") + ("\n  " if lines else ", ").join(rows)
+
+
+def ranks_disagree(rows: Iterable[str], about: str) -> NcclError:
+    """Return the NcclInvalidUsage of ranks that disagree, one row per line."""
+    return with_outcome(NcclInvalidUsage(disagreement(rows, about, lines=True)), Outcome.MISMATCH)
 
 
 _BY_CODE: dict[int, type[NcclError]] = {

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Iterable, Sequence
 
 from ..bindings.abi import DataType, Result
-from ..bindings.errors import NcclInvalidUsage, Outcome, reworded, with_outcome
+from ..bindings.errors import NcclInvalidUsage, disagreement, ranks_disagree, reworded
 from ..bindings.library import Library, gpu_count
 from ..interop.devices import cuda_core
 from ..interop.streams import is_known
@@ -96,13 +96,8 @@ def compare_rows(rows: Sequence[str], own: int, remedy: str, where: str = "") ->
     for rank, row in enumerate(rows):
         other, _, other_site = row.partition("\0")
         if other != call:
-            text = (
-                f"the ranks of this communicator disagree{where} (PYNCCL_CHECK=1):\n"
-                f"  rank {own}: {call} at {site}\n"
-                f"  rank {rank}: {other} at {other_site}\n"
-                f"  {remedy}"
-            )
-            raise with_outcome(NcclInvalidUsage(text), Outcome.MISMATCH)
+            both = [f"rank {own}: {call} at {site}", f"rank {rank}: {other} at {other_site}", remedy]
+            raise ranks_disagree(both, f"{where} (PYNCCL_CHECK=1)")
 
 
 def exchange(texts: dict[Comm, str], streams: Iterable[int] = ()) -> dict[Comm, list[str]]:
@@ -116,14 +111,11 @@ def exchange(texts: dict[Comm, str], streams: Iterable[int] = ()) -> dict[Comm, 
     try:
         return _exchange(texts)
     except NcclInvalidUsage as error:
-        calls = {comm.rank: text.replace("\0", " at ") for comm, text in texts.items()}
-        lines = "\n".join(f"  rank {rank}: {text}" for rank, text in calls.items())
-        text = (
-            f"the ranks of this communicator disagree (PYNCCL_CHECK=1), or it is no longer usable:\n{lines}\n"
-            "  another rank may be making a call that is not compared, such as shrink or grow\n"
-            f"  error of the comparison itself: {error}"
-        )
-        raise reworded(error, text) from error
+        rows = [f"rank {comm.rank}: {text.replace(chr(0), ' at ')}" for comm, text in texts.items()]
+        rows += ["another rank may be making a call that is not compared, such as shrink or grow"]
+        rows += [f"error of the comparison itself: {error}"]
+        about = " (PYNCCL_CHECK=1), or the communicator is no longer usable"
+        raise reworded(error, disagreement(rows, about, lines=True)) from error
 
 
 def _exchange(texts: dict[Comm, str]) -> dict[Comm, list[str]]:

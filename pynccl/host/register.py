@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
-from ..bindings.abi import WINDOW_ALIGNMENT
+from ..bindings.abi import WINDOW_ALIGNMENT, Result
+from ..bindings.errors import disagreement
 from . import group
 from .algorithms import WINDOW, gather_rows
 from .comm import Comm
 from .exports import export
-from .failure import invalid_argument, invalid_usage
+from .failure import HostFailure, invalid_argument
 from .init import connect_rma
 from .rma import rma_of
 
@@ -109,10 +110,9 @@ def _exchange_windows(comm: Comm, ticket: int, number: int, address: int, size: 
             raise invalid_argument(f"{name}: rank {rank} passes winFlags {rank_flags:#x}; expected 0 to {_FLAGS}")
     if len(set(numbers)) > 1 or len(set(all_flags)) > 1:
         relative = [number - min(numbers) for number in numbers]
-        raise invalid_usage(
-            f"{name}: the ranks disagree: windows so far {relative} (relative, times 16), winFlags {all_flags}; "
-            "expected the same calls in the same order on every rank"
-        )
+        rows = [f"windows so far {relative} (relative, times 16)", f"winFlags {all_flags}"]
+        text = f"{name}: {disagreement(rows)}; expected the same calls in the same order on every rank"
+        raise HostFailure(Result.INVALID_USAGE, text, mismatch=True)
     rma = rma_of(comm)
     rma.window(name, number).sizes = sizes
     if comm.peers:

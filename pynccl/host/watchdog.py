@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 
+from ..bindings import errors
 from .connection import HEAD, HEAD_BYTES, Connection, Form, Status
 from .failure import TransportFailure
 
@@ -66,8 +67,7 @@ def disagreement(rank: int, mine: Activity, peer: int, theirs: Status) -> Transp
 
 def call_mismatch(rank: int, mine: str, peer: int, theirs: str) -> TransportFailure:
     (a, call_a), (b, call_b) = sorted([(rank, mine), (peer, theirs)])
-    text = f"the calls of the ranks disagree: rank {a} calls {call_a}, rank {b} calls {call_b}"
-    return TransportFailure("", verdict=text)
+    return TransportFailure("", verdict=errors.disagreement([f"rank {a} calls {call_a}", f"rank {b} calls {call_b}"]))
 
 
 def mismatch(rank: int, call: str, peer: int, head: bytes, expected: bytes) -> TransportFailure:
@@ -75,11 +75,8 @@ def mismatch(rank: int, call: str, peer: int, head: bytes, expected: bytes) -> T
     form, nbytes, number = HEAD.unpack_from(head)
     own_form, own_nbytes, own_number = HEAD.unpack_from(expected)
     if form == own_form == Form.MESSAGE and number == own_number:
-        text = (
-            f"send and recv disagree: rank {peer} sends {nbytes} bytes to rank {rank}, which expects {own_nbytes} "
-            f"(message {number} between them)"
-        )
-        return TransportFailure("", verdict=text)
+        both = [f"rank {peer} sends {nbytes} bytes to rank {rank}", f"which expects {own_nbytes}"]
+        return TransportFailure("", verdict=errors.disagreement(both, f" about message {number} between two of them"))
     theirs = head[HEAD.size : HEAD_BYTES].rstrip(b"\0").decode(errors="replace")
     return call_mismatch(rank, call, peer, theirs)
 

@@ -9,7 +9,7 @@ from enum import IntEnum, auto
 from typing import Any
 
 from ..bindings.abi import ELEMENTS
-from ..bindings.errors import Outcome
+from ..bindings.errors import Outcome, disagreement
 from .formatting import ago, at, call_site, call_text, clean, line_of
 from .graph import COMM_ENDED, SyncPoint, WaitGraph
 from .job import MAX_LINES, Group, names_of
@@ -297,7 +297,7 @@ def _mismatch(graph: WaitGraph, group: Group) -> Finding | None:
         text = f"{', '.join(sides[:3])} as #{number:,} ({group.title()}), where the others call "
         text += f"{call_text(theirs)}{call_site(theirs)}"
     else:
-        text = f"the ranks disagree about call #{number:,} ({group.title()}): {', '.join([*sides, *others][:4])}"
+        text = disagreement([*sides, *others][:4], f" about call #{number:,} ({group.title()})")
         odd |= usual
     text += f"; {points[0].waiting(' there')}" if points else ""
     details = [*[*sides, *others][:MAX_LINES], "every rank must make the same collective calls in the same order"]

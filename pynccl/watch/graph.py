@@ -122,9 +122,8 @@ class WaitGraph:
 
     def __init__(self, job: Job, min_wait: float = 0.0, uid: str = "") -> None:
         self.job, self.min_wait, self.uid = job, min_wait, uid
-        self.post_mortem = all(
-            process.state == DEAD for process in job.processes
-        )  # then the state before the end is judged
+        # If all processes have ended, the state before that is judged.
+        self.post_mortem = all(process.state == DEAD for process in job.processes)
         members = [member for group in job.groups for member in group.members.values()]
         self._calls = {member: self._calls_of(member) for member in members}
         self._waiting = {id(call) for calls in self._calls.values() for call in calls}
@@ -181,11 +180,23 @@ class WaitGraph:
 
     def _calls_of(self, member: Member) -> list[CallRecord]:
         """Return the calls in which a rank waits, or waited until it gave up."""
-        gave_up = [] if self._went_on(member) else _gave_up(member)
+        gave_up = [] if self._went_on(member) else self._gave_up(member)
         found = [] if self._ended(member) else member.waits
         if member.comm.ended and not self.post_mortem and not gave_up:  # calls on streams ended with it
             found = [call for call in found if call.state == INSIDE]
         return found + gave_up
+
+    def _gave_up(self, member: Member) -> list[CallRecord]:
+        """Return the last call of a rank and the rest of its group, if it waited there until they failed."""
+        last = member.comm.last()
+        if last is None or not self._waited(last):
+            return []
+        together = member.comm.calls if last.group else [last]
+        return [member.resolve_check(call) for call in together if call.state == FAILED and call.group == last.group]
+
+    def _waited(self, call: CallRecord) -> bool:
+        """Return whether a rank waited in a call until it failed because of others, or by Ctrl-C as the job ended."""
+        return call.gave_up or (self.post_mortem and call.outcome == Outcome.INTERRUPTED)
 
     def _went_on(self, member: Member) -> bool:
         """Return whether the program caught the error of a rank's last call, which then explains nothing in other
@@ -247,7 +258,7 @@ class WaitGraph:
 
     def _why_missing(self, member: Member, call: CallRecord | None) -> str:
         """Return why a rank is missing where it has made this call, or none; "" if it waits there."""
-        if call is not None and call.gave_up:
+        if call is not None and self._waited(call):
             return ""
         if self._ended(member):
             return DEAD
@@ -373,15 +384,6 @@ def _continued(member: Member, call: CallRecord) -> bool:
     used = [later for comm in others for later in comm.calls if later.operation not in ("finalize", "destroy")]
     times = [comm.made for comm in others] + [later.issued for later in used]
     return 0 < call.returned < max(times, default=0.0)
-
-
-def _gave_up(member: Member) -> list[CallRecord]:
-    """Return the last call of a rank and the rest of its group, if other ranks made it fail."""
-    last = member.comm.last()
-    if last is None or not last.gave_up:
-        return []
-    together = member.comm.calls if last.group else [last]
-    return [member.resolve_check(call) for call in together if call.state == FAILED and call.group == last.group]
 
 
 def _before(first: CallRecord, then: CallRecord, same_comm: bool) -> bool:

@@ -197,6 +197,8 @@ def _not_entered(graph: WaitGraph, point: SyncPoint, members: Sequence[Member]) 
 
 def _no_record(graph: WaitGraph, point: SyncPoint) -> Finding:
     ranks = [rank for rank, why in point.missing.items() if why == NO_RECORD]
+    lost = {call.code for call in point.arrived.values() if call.outcome == Outcome.PEER_LOST}
+    ranks = [rank for rank in ranks if rank in lost] or ranks
     why = "it has not entered init, runs on another node, or uses another PYNCCL_WATCH_DIR"
     text = f"no record of {point.group.names(ranks)} of comm '{point.group.name}' ({why})"
     text += f"; {point.waiting()} in {point.describe()}"

@@ -52,7 +52,7 @@ def test_detail_that_names_the_expected_value_needs_no_remedy() -> None:
 def test_diagnosis_replaces_remedy_and_repeated_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = "the ranks disagree: rank 0 calls a, rank 1 calls b\nrank 0 calls a\nmake the same calls"
     monkeypatch.setattr(diagnosis, "explain", lambda *_, **__: lines)
-    track: Any = SimpleNamespace(size=2, explains=False)
+    track: Any = SimpleNamespace(size=2, explains=False, note_failure=lambda error: None)
     error = explained(from_result(Result.REMOTE_ERROR, "all_reduce", "remote process exited", "detail"), track)
     assert str(error).splitlines() == [
         "all_reduce failed (REMOTE_ERROR)",

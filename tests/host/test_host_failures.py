@@ -44,7 +44,7 @@ DISAGREE = [
 @pytest.mark.parametrize("calls", DISAGREE)
 def test_mismatched_calls_are_named(pair: Ranks, calls: tuple[Call, Call]) -> None:
     def body(rank: int, comm: int) -> str:
-        text = "the calls of the ranks disagree"
+        text = "the ranks disagree"
         check_fails(Result.INVALID_USAGE, text, *arguments_of(rank, comm, *calls[rank]))
         return last_error(comm)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hung_jobs import NOW, Printed, missing, printed, process, run, save_records
@@ -123,7 +124,21 @@ def test_control_characters_in_a_file_are_not_printed(tmp_path: Path, printed: P
         assert all(line.isprintable() for line in printed()[0].split("\n")), field
 
 
-WRONG = [10**400, -(10**400), 10**19, -1, 1e308, float("nan"), True, None, "x" * 5000, [], [[]], {}, "killed"]
+WRONG: list[Any] = [
+    10**400,
+    -(10**400),
+    10**19,
+    -1,
+    1e308,
+    float("nan"),
+    True,
+    None,
+    "x" * 5000,
+    [],
+    [[]],
+    {},
+    "killed",
+]
 KINDS = {"process": ProcessRecord, "comm": CommRecord, "call": CallRecord}
 
 

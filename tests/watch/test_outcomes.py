@@ -30,7 +30,7 @@ comm.all_reduce(x)
 DIES = "if R == 1: os._exit(3)\n"
 LOST = (ProcessEnd.CALL_FAILED, Outcome.PEER_LOST)
 
-# Name -> (program of two ranks; ending and outcome of rank 0; outcome of its last call; kind and culprits of the verdict)
+# Name -> (program of two ranks; how rank 0 ended; outcome of its last call; kind and culprits of the verdict)
 PROGRAMS: dict[str, tuple[str, tuple[ProcessEnd, Outcome], Outcome, tuple[str, list[int]]]] = {
     "a lost peer": (DIES + "comm.all_reduce(x)", LOST, Outcome.PEER_LOST, ("dead", [1])),
     "an exception raised from the error": (

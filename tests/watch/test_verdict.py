@@ -56,6 +56,10 @@ MISSING = {
         "missing tp3: no record of rank 3 of comm 'tp' (it has not entered init, runs on another node, or uses another "
         f"PYNCCL_WATCH_DIR); 3 ranks have waited 12.3 s in {WHERE}.",
     ),
+    "no records, and one of the ranks was lost": Case(
+        [process(0, comm(0, 4, [call(40), failed(with_outcome(NcclRemoteError("x"), Outcome.PEER_LOST, 2), 1)]))],
+        "missing tp2: no record of rank 2 of comm 'tp' (it has",
+    ),
     "a rank that waits elsewhere is not a culprit": Case(
         elsewhere(), "missing dp1: rank 9 never entered all_reduce #7 (comm 'dp'"
     ),
@@ -158,6 +162,20 @@ ENDED = {
         f"missing tp3: rank 3 never entered {WHERE}; 3 ranks have waited 11.3 s there.",
         "process 1001 was killed or crashed (no exit recorded) within the last 1.0 s inside all_reduce",
         "last completed #40; its main thread was last in data.py:41 next_batch",
+    ),
+    "a job interrupted in a hang": Case(
+        [
+            *(
+                process(
+                    rank,
+                    comm(rank, 4, [call(40, age=30), failed(KeyboardInterrupt(), 1, age=13.3, site="/m/a.py:3")]),
+                    **ended(KeyboardInterrupt()),
+                )
+                for rank in range(3)
+            ),
+            behind(3, 4, **ended(KeyboardInterrupt())),
+        ],
+        f"missing tp3: rank 3 never entered {CALL.format(4)}, a.py:3); 3 ranks gave up after 12.3 s.",
     ),
     "all exited cleanly": Case(
         [dead(rank, ProcessEnd.CLEAN, 1) for rank in range(4)], "finished: all 4 ranks have finished."
