@@ -330,6 +330,10 @@ class Case:
     truth: Truth
     gave_up: bool = False
 
+    def survivors(self) -> set[int]:
+        """Return the ranks that have caught the error of their call and live on: others may wait for them now."""
+        return {rank for rank, process in enumerate(self.job.ranks) if process.where.endswith("handle")}
+
 
 def make(seed: int, only: str = "") -> Case:
     """Return the job of a seed, with the fault `only` or the seed's own. The same job without it finishes."""
@@ -426,8 +430,7 @@ def allowed(case: Case) -> tuple[set[int], set[int]]:
     ended = case.rank >= 0 and case.job.ranks[case.rank].state != "running"
     if case.fault == "irecv never matched" or not (truth.waiting or ended):
         return set(), set()
-    # A rank that has caught the error of its call and lives on may be what others wait for now.
-    survivors = {number for number, process in enumerate(case.job.ranks) if process.where.endswith("handle")}
+    survivors = case.survivors()
     if case.exact or not truth.waiting:
         # With CUDA, a rank that is asleep might as well wait for what it has on a stream.
         may_wait = case.job.cuda and case.fault == "asleep"

@@ -42,7 +42,7 @@ class Results:
     def add(self, case: Case, verdict: Verdict) -> None:
         named = ranks_of(case, verdict.culprits)
         outcome = judged_as(case, named)
-        if case.fault == "network stalls" and verdict.kind != "stalled":
+        if case.fault == "network stalls" and verdict.kind != "stalled" and not case.survivors():
             outcome = "wrong"
         known = verdict.kind in ("dead", "stopped", "failed", "destroyed") and not case.gave_up
         if known and case.truth.waiting and not verdict.waiting:
