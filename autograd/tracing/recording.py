@@ -30,7 +30,7 @@ from pynccl.bindings.library import host_module
 from pynccl.comm.observers import ControlCall, Observed, Observer, OnEnd
 from pynccl.interop.handles import Handle
 from pynccl.watch.frames import attributions, call_site
-from pynccl.watch.layout import ARGUMENTS, UNNUMBERED
+from pynccl.watch.layout import ARGUMENTS, MESSAGES
 
 from ..streams import is_capturing
 from ..torch_internals import backward_pass, hooking_all_modules, profiler_enabled
@@ -228,7 +228,7 @@ class Recording(Observer):
             source, target = (rank, peer) if message == "send" else (peer, rank)
             yield f"{uid} {source}>{target} {self._next(uid, rank, source, target, message)}"
         weight = getattr(call, "weight", None)
-        if call.operation not in UNNUMBERED if weight is None else weight:
+        if call.operation not in MESSAGES if weight is None else weight:
             yield f"{uid} #{self._next(uid, rank)} {call.operation}"
 
     def _next(self, *counter: Any) -> int:

@@ -22,7 +22,7 @@ from ..bindings.library import Library, gpu_count
 from ..interop.devices import cuda_core
 from ..interop.streams import is_known
 from ..watch.frames import attributions, call_site
-from ..watch.layout import UNNUMBERED
+from ..watch.layout import MESSAGES
 from .base import Comm, check_group_result, locked
 from .call import Call
 from .scratch import Scratch
@@ -36,7 +36,7 @@ def compare(calls: Iterable[Call]) -> None:
     """Raise NcclInvalidUsage on all ranks unless all ranks of each communicator make the same calls."""
     texts: dict[Comm, list[str]] = {}
     for call in calls:
-        if call.operation not in UNNUMBERED:
+        if call.operation not in MESSAGES:
             texts.setdefault(call.comm, []).append(call.text())
     compare_texts({comm: "; ".join(lines) for comm, lines in texts.items()}, {call.stream for call in calls})
 

@@ -94,7 +94,7 @@ def _plan_group(calls: tuple[Call, ...], prepared: tuple[Prepared, ...]) -> Plan
 
 def _row(track: Track, calls: Sequence[Call]) -> tuple[Track, int, str, int]:
     """Return the flight recorder entry of a group launch: (track, stream, text, weight) of one communicator's calls."""
-    weight = sum(call.operation not in layout.UNNUMBERED for call in calls)
+    weight = sum(call.operation not in layout.MESSAGES for call in calls)
     return track, calls[0].stream, f"{len(calls)} calls: {_call_list(calls)}", weight
 
 

@@ -15,7 +15,7 @@ from functools import partial
 from ..bindings.abi import SIM_INFO_MAGIC, UNDEF_FLOAT, SimInfo
 from ..bindings.errors import NcclInvalidUsage
 from ..bindings.structs import CommConfig, stamped
-from ..watch.layout import UNNUMBERED
+from ..watch.layout import MESSAGES
 from . import consistency
 from .base import Comm, locked
 from .call import Call
@@ -119,7 +119,7 @@ def _compare(comms: list[Comm], calls: list[Call]) -> None:
     texts = {}
     for comm in comms:
         if comm.checking:
-            own = [call.text() for call in calls if call.comm is comm and call.operation not in UNNUMBERED]
+            own = [call.text() for call in calls if call.comm is comm and call.operation not in MESSAGES]
             texts[comm] = f"simulate({'; '.join(own)})"
     consistency.compare_texts(texts)
 

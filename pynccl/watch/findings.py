@@ -11,7 +11,7 @@ from typing import Any
 from ..bindings.abi import ELEMENTS
 from ..bindings.errors import Outcome, disagreement
 from .formatting import ago, at, call_site, call_text, clean, line_of
-from .graph import COMM_ENDED, SyncPoint, WaitGraph
+from .graph import COMM_ENDED, SyncPoint, WaitGraph, raised
 from .job import MAX_LINES, Group, names_of
 from .layout import ENDED_AS, ProcessEnd
 from .records import DEAD, FAILED, INSIDE, STOPPED, CallRecord, ProcessRecord
@@ -29,9 +29,9 @@ class Priority(IntEnum):
     FAILED = auto()
     COMM_ENDED = auto()
     NOT_ENTERED = auto()
+    UNKNOWN = auto()  # a rank without a record
     UNCERTAIN = auto()  # crossed only if two streams block each other; or NCCL reports a mismatch
     KILLED = auto()  # all processes were killed: what they waited for comes first
-    UNKNOWN = auto()
     STALLED_BETWEEN_NODES = auto()
     STALLED = auto()
     CONSEQUENCE = auto()
@@ -75,8 +75,8 @@ def new_finding(
     sites  file:line of the calls or of the ranks' positions; rest: details, culprits, comms"""
     found = Finding(kind, priority, text, **rest)
     behind = graph.behind(points)
-    found.waiting = len({id(point.group.members[rank].process) for point in behind for rank in point.arrived})
-    found.age = max((point.age() for point in points), default=0.0)
+    found.waiting = len({id(point.group.members[rank].process) for point in behind for rank in point.waits})
+    found.age = max((point.age() for point in behind), default=0.0)
     found.comms = list(dict.fromkeys([*found.comms, *(point.group.uid for point in behind)]))
     found.lines = list(dict.fromkeys(line for site in sites if (line := line_of(site))))
     found.culprits = list(dict.fromkeys(found.culprits))
@@ -223,9 +223,13 @@ def _find_ended_comm(graph: WaitGraph, point: SyncPoint) -> Finding:
 
 
 def _find_failure(graph: WaitGraph, group: Group) -> Finding | None:
-    """Find calls that raised on ranks that are still alive."""
-    living = [member for member in group.members.values() if member.process.state != DEAD]
-    rows = [(member, last) for member in living if (last := member.comm.last()) and last.state == FAILED]
+    """Find calls that raised on ranks that are alive, or have ended for another reason."""
+    rows = []
+    for member in group.members.values():
+        last, process = member.comm.last(), member.process
+        elsewhere = process.gave_up or process.ending == ProcessEnd.KILLED  # it ended for another reason
+        if last is not None and last.state == FAILED and (process.state != DEAD or (elsewhere and raised(last))):
+            rows.append((member, last))
     if not rows:
         return None
     several = len({member.process.machine for member, _ in rows}) > 1  # their clocks are not comparable

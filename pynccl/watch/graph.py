@@ -5,17 +5,18 @@ A sync point is a call that needs several ranks, here P and Q:
     point                            needs                matched by                             reached when
     collective, init, split          all ranks            its number on the communicator         entered
     message                          source, target       n-th send s > t with n-th recv t < s   own half entered
-    wait_signal                      the peer             -                                      never: not matched
-    finalize destroy shrink grow     all (not excluded)   the operation                          called, or comm ended
+    signal                           source               n-th signal s > t with n-th wait t < s source has called it
+    finalize destroy shrink grow     all (not excluded)   the operation                          called, or closed
 
-    W1  P waits for Q: a rank that P needs is in Q, and not in P  certain: its thread or stream is known to be blocked
-    W2  P waits for Q: a rank issued Q before P                   certain on one stream; not within a group, and not
-                                                                  between two threads
-    W3  no wait: a posted call, while the program waits for nothing behind it (an early irecv)
+    W1  P waits for Q: a rank that P needs waits in Q, and is    certain: its thread or stream is known to be blocked
+        not in P
+    W2  P waits for Q: a rank issued Q before P                  certain on one stream, or one communicator; not within
+                                                                 a group, and not between two threads
+    W3  no wait: a posted call that nobody waits for, neither itself nor for one behind it (an early irecv)
 
 A rank that has not reached P is missing there, for the first of these reasons that holds: its process is dead, is
-stopped, its call raised, its communicator has ended, it has not entered P (if that is because it waits in Q, see W1, it
-is no cause), it has no record. A call that failed because of other ranks (records.WAITED) counts as a wait until then.
+stopped, its call raised, it has closed the communicator, it has not entered P (if that is because it waits in Q, see W1,
+it is no cause), it has no record. A call that failed because of other ranks (records.WAITED) counts as a wait until then.
 
 A cycle of sync points means that calls are crossed. Of the others, findings.py reports the first by Priority.
 """
@@ -29,7 +30,8 @@ from typing import Any
 
 from ..bindings.errors import Outcome
 from .formatting import seconds
-from .job import MESSAGES, Group, Job, Member
+from .job import Group, Job, Member
+from .layout import MESSAGES, CommEnd
 from .records import COMPLETED, DEAD, FAILED, INSIDE, ISSUED, LAUNCHED, NOT_KNOWN, STOPPED, CallRecord
 
 # Why a rank is missing at a sync point. The other reasons are DEAD, STOPPED and FAILED.
@@ -53,7 +55,7 @@ class Dependency:
 class SyncPoint:
     """A call that needs several ranks: a collective, or a send and its recv.
 
-    arrived     rank -> its call, for the ranks that wait in it
+    arrived     rank -> its call, for the ranks that have entered it; waiting: those of them that wait for it
     missing     rank -> reason, for the ranks that it needs and that have not entered it
     blocked_by  the sync points that must complete first, and why
     excluded    the ranks that a shrink excludes
@@ -62,17 +64,18 @@ class SyncPoint:
     group: Group
     call: CallRecord
     arrived: dict[int, CallRecord] = field(default_factory=dict)
+    waits: dict[int, CallRecord] = field(default_factory=dict)
     missing: dict[int, str] = field(default_factory=dict)
     blocked_by: dict[SyncPoint, list[Dependency]] = field(default_factory=dict)
     excluded: set[int] = field(default_factory=set)
 
     @property
     def collective(self) -> bool:
-        return self.call.operation not in (*MESSAGES, "wait_signal")
+        return self.call.operation not in MESSAGES
 
     def age(self) -> float:
         """Seconds that the first rank has waited, or had waited when it gave up."""
-        return max((self.group.members[rank].waited(call) for rank, call in self.arrived.items()), default=0.0)
+        return max((self.group.members[rank].waited(call) for rank, call in self.waits.items()), default=0.0)
 
     def complete_since(self) -> float:
         """Seconds since the last rank entered."""
@@ -109,12 +112,12 @@ class SyncPoint:
         """ "3 ranks have waited 12.3 s there", "rank 0 gave up after 60.0 s"."""
         words = []
         for how in (f"waited {{}}{where}", f"perhaps waited {{}}{where} ({NOT_KNOWN})", "gave up after {}"):
-            ranks = [rank for rank, call in self.arrived.items() if how.startswith(_how_it_waits(call))]
+            ranks = [rank for rank, call in self.waits.items() if how.startswith(_how_it_waits(call))]
             if ranks:
                 who, have = (f"{len(ranks):,} ranks", "have ") if len(ranks) > 1 else (self.group.names(ranks), "has ")
                 longest = seconds(max(self.group.members[rank].waited(self.arrived[rank]) for rank in ranks))
                 words.append(f"{who} {'' if how.startswith('gave') else have}{how.format(longest)}")
-        return " and ".join(words)
+        return " and ".join(words) or f"{self.group.names(self.arrived)} issued it before other calls"
 
 
 class WaitGraph:
@@ -125,17 +128,20 @@ class WaitGraph:
         # If all processes have ended, the state before that is judged.
         self.post_mortem = all(process.state == DEAD for process in job.processes)
         members = [member for group in job.groups for member in group.members.values()]
+        gave_up = (call.returned for member in members for call in member.comm.calls if call.gave_up)
+        self._first_to_give_up = min(filter(None, gave_up), default=0.0)  # when
         self._calls = {member: self._calls_of(member) for member in members}
-        self._waiting = {id(call) for calls in self._calls.values() for call in calls}
-        self.points = [point for group in job.groups for point in self._sync_points(group)]
-        self._waiting_at: dict[int, list[tuple[SyncPoint, Member, CallRecord]]] = {}  # by id() of the process
-        for point in self.points:
+        points = [point for group in job.groups for point in self._sync_points(group)]
+        self._calls_at: dict[int, list[tuple[SyncPoint, Member, CallRecord]]] = {}  # by id() of the process
+        for point in points:
             for rank, call in point.arrived.items():
                 member = point.group.members[rank]
-                if id(call) in self._waiting and not _caught(member, call):
-                    self._waiting_at.setdefault(id(member.process), []).append((point, member, call))
+                self._calls_at.setdefault(id(member.process), []).append((point, member, call))
         self._link_by_issue_order()
-        self._link_by_missing_ranks()
+        self._link_by_missing_ranks(points)
+        after = {point: list(point.blocked_by) for point in points}
+        waited_for = set(_reachable([point for point in points if point.waits], after))
+        self.points = [point for point in points if point in waited_for]
         self._dependents: dict[SyncPoint, list[SyncPoint]] = {}  # sync point -> those that wait for it
         for point in self.points:
             for other in point.blocked_by:
@@ -143,8 +149,9 @@ class WaitGraph:
 
     def stuck(self) -> list[SyncPoint]:
         """Return the sync points with missing ranks: those of communicator `uid` first, then the oldest."""
-        found = [point for point in self.points if point.missing and point.age() >= self.min_wait]
-        return sorted(found, key=lambda point: (point.group.uid != self.uid, -point.age()))
+        ages = {point: max(each.age() for each in self.behind([point])) for point in self.points if point.missing}
+        found = [point for point, age in ages.items() if age >= self.min_wait]
+        return sorted(found, key=lambda point: (point.group.uid != self.uid, -ages[point]))
 
     def behind(self, points: Sequence[SyncPoint]) -> list[SyncPoint]:
         """Return these sync points and all that wait for them."""
@@ -166,32 +173,42 @@ class WaitGraph:
         )
 
     def cycles(self) -> list[list[SyncPoint]]:
-        """Return the cycles of sync points, each once and as short as possible; each point waits for the next one."""
-        after = {point: list(point.blocked_by) for point in self.points}
+        """Return the cycles of sync points, each once and as short as possible; each point waits for the next one.
+        First those of certain dependencies, then all."""
         found: list[list[SyncPoint]] = []
-        seen: set[SyncPoint] = set()
-        for start in self.points:
-            if start.blocked_by and start not in seen and (path := _shortest_cycle(start, after)):
-                found.append(path)
-                seen |= set(_reachable([start], after)) & set(self.behind([start]))
+        for certain in (True, False):
+            after: dict[SyncPoint, list[SyncPoint]] = {}
+            before: dict[SyncPoint, list[SyncPoint]] = {}
+            for point in self.points:
+                for other, why in point.blocked_by.items():
+                    if not certain or any(dependency.certain for dependency in why):
+                        after.setdefault(point, []).append(other)
+                        before.setdefault(other, []).append(point)
+            seen: set[SyncPoint] = set()
+            for start in after:
+                if start not in seen and (path := _shortest_cycle(start, after)):
+                    found += [path] if set(path) not in map(set, found) else []
+                    seen |= set(_reachable([start], after)) & set(_reachable([start], before))
         return found
 
     # Calls that wait
 
     def _calls_of(self, member: Member) -> list[CallRecord]:
-        """Return the calls in which a rank waits, or waited until it gave up."""
+        """Return the calls that a rank has entered and not completed, and those in which it waited until it gave up."""
         gave_up = [] if self._went_on(member) else self._gave_up(member)
-        found = [] if self._ended(member) else member.waits
-        if member.comm.ended and not self.post_mortem and not gave_up:  # calls on streams ended with it
+        found = [] if self._ended(member) else member.pending
+        if self._left(member) and not self.post_mortem:  # calls on streams ended with it
             found = [call for call in found if call.state == INSIDE]
         return found + gave_up
 
     def _gave_up(self, member: Member) -> list[CallRecord]:
-        """Return the last call of a rank and the rest of its group, if it waited there until they failed."""
-        last = member.comm.last()
-        if last is None or not self._waited(last):
-            return []
-        together = member.comm.calls if last.group else [last]
+        """Return the calls in which a rank waited until they failed: the last one and the rest of its group, or all
+        that the watchdog aborted."""
+        calls, last = member.comm.calls, member.comm.last()
+        aborted = [call for call in calls if call.outcome == Outcome.ABORTED_BY_WATCHDOG]
+        if aborted or last is None or not self._waited(last):
+            return aborted
+        together = calls if last.group else [last]
         return [member.resolve_check(call) for call in together if call.state == FAILED and call.group == last.group]
 
     def _waited(self, call: CallRecord) -> bool:
@@ -208,9 +225,17 @@ class WaitGraph:
 
     def _ended(self, member: Member) -> bool:
         """Return whether its process has ended by itself. A process that ended because other ranks made its call fail
-        still counts as waiting there; so does a killed process if all processes have ended."""
+        still counts as waiting there; so does one that was killed with all others, but not long before they gave up."""
         process = member.process
-        return process.state == DEAD and not process.gave_up and not (self.post_mortem and process.killed)
+        with_all = self.post_mortem and process.killed and not process.estimated_end < self._first_to_give_up
+        return process.state == DEAD and not process.gave_up and not with_all
+
+    def _left(self, member: Member) -> bool:
+        """Return whether a rank has ended the communicator, other than because it gave up, there or elsewhere."""
+        last, ended = member.comm.last(), member.comm.ended
+        if ended in (CommEnd.DESTROYED, CommEnd.ABORTED):
+            return last is None or not self._waited(last)
+        return bool(ended) and ended != CommEnd.ABORTED_BY_WATCHDOG and not member.process.gave_up
 
     # Sync points
 
@@ -226,14 +251,13 @@ class WaitGraph:
         needs: Iterable[int],
         calls: Mapping[int, CallRecord],
         passed: Callable[[Member], bool],
-        call: CallRecord | None = None,
     ) -> SyncPoint | None:
         """Return the sync point of these calls by rank; None if no rank waits there.
 
         needs   the ranks that it needs
         passed  whether a rank whose call is not recorded has reached it nevertheless
-        call    the one to name; None: that of the first rank that waits"""
-        point = SyncPoint(group, call or CallRecord(0, 0, ""))
+        """
+        point = SyncPoint(group, CallRecord(0, 0, ""))
         for rank in needs:
             member, own = group.members.get(rank), calls.get(rank)
             if member is None:
@@ -244,17 +268,19 @@ class WaitGraph:
                 point.missing[rank] = why
             elif own is not None:
                 point.arrived[rank] = own
-        waiting = [own for own in point.arrived.values() if id(own) in self._waiting]
-        if not waiting:
-            return None
-        point.call = call or waiting[0]
-        return point
+        point.waits = {
+            rank: own
+            for rank, own in point.arrived.items()
+            if own.state == FAILED or group.members[rank].waits_for(own)
+        }
+        point.call = next(iter((point.waits or point.arrived).values()), point.call)
+        return point if point.arrived else None
 
     def _done(self, member: Member, call: CallRecord) -> bool:
         """Return whether a call is known to have completed, or may have run although nothing tells whether it has."""
         if call.state == COMPLETED or 0 < call.number <= member.comm.completed:
             return True
-        return call.state == LAUNCHED and (bool(member.comm.ended) or not call.collective or self._ended(member))
+        return call.state == LAUNCHED and (self._left(member) or not call.collective or self._ended(member))
 
     def _why_missing(self, member: Member, call: CallRecord | None) -> str:
         """Return why a rank is missing where it has made this call, or none; "" if it waits there."""
@@ -264,9 +290,9 @@ class WaitGraph:
             return DEAD
         if member.process.state == STOPPED:
             return STOPPED
-        if call is not None and call.state == FAILED and call.outcome != Outcome.ABORTED_BY_PROGRAM:
+        if (found := call or member.comm.last()) is not None and raised(found):
             return FAILED
-        if member.comm.ended and not member.process.gave_up:
+        if self._left(member):
             return COMM_ENDED
         return NOT_ENTERED if call is None else ""
 
@@ -293,23 +319,25 @@ class WaitGraph:
                 yield point
 
     def _messages(self, group: Group) -> Iterator[SyncPoint]:
-        """Yield a point for each message for which one of its two ranks waits."""
-        made: dict[tuple[str, int, int], dict[int, CallRecord]] = {}  # by operation, source, target; then by number
-        waits: dict[tuple[int, int], set[int]] = {}  # source, target -> numbers
+        """Yield a point for each message that one of its two ranks has not completed, and for each awaited signal."""
+        made: dict[tuple[str, int, int], dict[int, dict[int, CallRecord]]] = {}  # channel, source, target; rank; number
+        pending: dict[tuple[str, int, int], set[int]] = {}  # numbers
         for member in group.members.values():
-            for call in member.comm.calls:
-                if call.operation in MESSAGES:
-                    pair = (member.rank, call.peer) if call.operation == "send" else (call.peer, member.rank)
-                    made.setdefault((call.operation, *pair), {})[call.message] = call
-                    if id(call) in self._waiting:
-                        waits.setdefault(pair, set()).add(call.message)
-        for (source, target), numbers in waits.items():
-            halves = {rank: made.get((how, source, target), {}) for rank, how in ((source, "send"), (target, "recv"))}
+            for recorded in (member.comm.calls, self._calls[member]):
+                for call in (call for call in recorded if call.operation in MESSAGES and call.peer >= 0):
+                    channel, sends = MESSAGES[call.operation]
+                    key = (channel, *((member.rank, call.peer) if sends else (call.peer, member.rank)))
+                    made.setdefault(key, {}).setdefault(member.rank, {})[call.message] = call
+                    if recorded is not member.comm.calls and not (sends and channel == "signal"):
+                        pending.setdefault(key, set()).add(call.message)
+        for (channel, source, target), numbers in pending.items():
+            halves = made[channel, source, target]
             for number in sorted(numbers)[:_MAX_POINTS]:
                 calls = {rank: half[number] for rank, half in halves.items() if number in half}
 
                 def passed(member: Member, number: int = number, halves: Any = halves) -> bool:
-                    return max(halves[member.rank], default=0) > number or (member.comm.cut and not halves[member.rank])
+                    half = halves.get(member.rank, ())
+                    return max(half, default=0) > number or (member.comm.cut and not half)
 
                 if point := self._point(group, (source, target), calls, passed):
                     yield point
@@ -318,24 +346,17 @@ class WaitGraph:
         found: dict[str, dict[int, CallRecord]] = {}
         for member in group.members.values():
             for call in self._calls[member]:
-                if call.collective or call.operation in MESSAGES or call.state == ISSUED:
-                    continue
-                if call.operation == "wait_signal" and call.peer >= 0:
-                    needs = (member.rank, call.peer)
-                    if point := self._point(group, needs, {member.rank: call}, lambda member: False, call):
-                        yield point
-                else:
+                half = MESSAGES.get(call.operation)
+                if not call.collective and call.state != ISSUED and half in (None, MESSAGES["signal"]):
                     found.setdefault(call.operation, {})[member.rank] = call
         for operation, calls in found.items():
-            ranks = [*group.members, *group.unknown] if operation in _CALLED_BY_ALL_RANKS else [*calls]
-            excluded = {rank for caller in calls for rank in group.members[caller].comm.excluded}
-            excluded = excluded if operation == "shrink" else set()
-
-            def passed(member: Member, operation: str = operation) -> bool:
-                ended = bool(member.comm.ended) and operation in ("finalize", "destroy")
-                return ended or any(call.operation == operation for call in member.comm.calls)
-
-            ranks = [rank for rank in ranks if rank not in excluded]
+            ranks, excluded = [*calls], set[int]()
+            if operation in _CALLED_BY_ALL_RANKS:
+                if operation == "shrink":
+                    excluded = {rank for caller in calls for rank in group.members[caller].comm.excluded}
+                ranks = [rank for rank in (*group.members, *group.unknown) if rank not in excluded]
+                calls = {**{rank: own for rank in ranks if (own := _last_of(group, rank, operation))}, **calls}
+            passed = self._left if operation in ("finalize", "destroy") else lambda member: False
             if point := self._point(group, ranks, calls, passed):
                 point.excluded = excluded
                 yield point
@@ -343,34 +364,58 @@ class WaitGraph:
     # Dependencies
 
     def _link_by_issue_order(self) -> None:
-        """Make each call wait for the calls that its rank issued before it."""
-        for rows in self._waiting_at.values():
+        """W2: make each call wait for the calls that its rank issued before it."""
+        for rows in self._calls_at.values():
             rows = sorted(rows, key=lambda row: (row[2].issued, row[2].entry))[:_MAX_ORDERED_CALLS]
             for later, member, then in rows:
                 for earlier, other, first in rows:
-                    if later is not earlier and _before(first, then, other is member):
-                        certain = first.stream == then.stream
+                    if later is earlier or not _before(first, then, other is member, member):
+                        continue
+                    by_stream = member.comm.device == "cpu" and "wait_signal" in (first.operation, then.operation)
+                    same_comm = other is member and not by_stream
+                    certain = same_comm or (first.stream == then.stream and first.posted == then.posted)
+                    if certain or other.waits_for(first):
                         later.blocked_by.setdefault(earlier, []).append(Dependency(other, first, then, certain))
 
-    def _link_by_missing_ranks(self) -> None:
-        """Make each sync point wait for those in which its missing ranks wait."""
-        stuck = {point for point in self.points if point.missing or point.blocked_by}
-        for point in self.points:
+    def _link_by_missing_ranks(self, points: Sequence[SyncPoint]) -> None:
+        """W1: make each sync point wait for those in which its missing ranks wait."""
+        stuck = {point for point in points if point.missing or point.blocked_by}
+        for point in points:
             for absent in point.missing_because(NOT_ENTERED):
-                for other, member, call in self._waiting_at.get(id(absent.process), []):
+                rows = self._calls_at.get(id(absent.process), [])
+                for other, member, call in rows:
+                    if other is point or member.rank not in other.waits or _caught(member, call):
+                        continue
                     on_stream = call.issued < member.comm.waits_at
                     certain = call.state in (INSIDE, FAILED) or on_stream or call.posted
-                    if other is not point and (certain or other in stuck):
-                        point.blocked_by.setdefault(other, []).append(Dependency(member, call, None, certain))
+                    # A recv on a stream, with nothing behind it, may be an early one (W3).
+                    later = [row for row in rows if row[2].issued > call.issued]
+                    behind = any(row[1] is member or row[2].stream == call.stream for row in later)
+                    early = call.operation == "recv" and call.state == ISSUED and not call.posted and not behind
+                    if certain or other in stuck:
+                        why = Dependency(member, call, None, certain and not early)
+                        point.blocked_by.setdefault(other, []).append(why)
+
+
+def raised(call: CallRecord) -> bool:
+    """Return whether a call failed by itself: neither because of other ranks, nor since the program ended the
+    communicator."""
+    return call.state == FAILED and not call.gave_up and call.outcome != Outcome.ABORTED_BY_PROGRAM
+
+
+def _last_of(group: Group, rank: int, operation: str) -> CallRecord | None:
+    """Return the last call of a rank with this operation."""
+    member = group.members.get(rank)
+    calls = member.comm.calls if member else []
+    return next((call for call in reversed(calls) if call.operation == operation), None)
 
 
 def _caught(member: Member, call: CallRecord) -> bool:
     """Return whether the program has caught the error of a call: it has called another since, or closed the
     communicator."""
     newest = max(comm.calls[-1].issued for comm in member.process.comms if comm.calls)
-    return call.state == FAILED and (
-        call.returned < newest or (bool(member.comm.ended) and member.process.state != DEAD)
-    )
+    closed = bool(member.comm.ended) and member.process.state != DEAD
+    return call.state == FAILED and (call.returned < newest or closed)
 
 
 def _how_it_waits(call: CallRecord) -> str:
@@ -386,11 +431,14 @@ def _continued(member: Member, call: CallRecord) -> bool:
     return 0 < call.returned < max(times, default=0.0)
 
 
-def _before(first: CallRecord, then: CallRecord, same_comm: bool) -> bool:
+def _before(first: CallRecord, then: CallRecord, same_comm: bool, member: Member) -> bool:
+    """Return whether a rank made the first call before it could make the other one: not in one group, and not if two
+    threads called them."""
     if first.group and first.group == then.group:
         return False
-    if first.state == then.state and first.state in (INSIDE, FAILED):
-        return False  # called by two threads
+    on_host = member.comm.device == "cpu" or INSIDE in (first.state, then.state)
+    if not first.stream and not then.stream and on_host and {first.state, then.state} <= {INSIDE, FAILED}:
+        return False
     return first.entry < then.entry if same_comm else 0 < first.issued < then.issued
 
 
@@ -410,7 +458,7 @@ def _shortest_cycle(start: SyncPoint, after: Mapping[SyncPoint, Iterable[SyncPoi
     previous: dict[SyncPoint, SyncPoint] = {}
     queue = [start]
     for node in queue:
-        for point in after[node]:
+        for point in after.get(node, ()):
             if point is start:
                 path = [node]
                 while path[-1] is not start:

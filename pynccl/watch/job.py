@@ -6,14 +6,15 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from ..bindings.abi import Result
 from ..bindings.errors import Outcome
 from .formatting import ago, call_name, clean, global_rank, maker, place, ranks_text, seconds
-from .layout import ProcessEnd
+from .layout import MESSAGES, Half, ProcessEnd
 from .records import DEAD, FAILED, LAUNCHED, STOPPED, UNKNOWN, CallRecord, CommRecord, ProcessRecord
 
-MESSAGES = ("send", "recv")
+T = TypeVar("T", CallRecord, ProcessRecord)
 MAX_LINES = 8  # about single ranks in one finding
 _MAX_RANKS = 1 << 16  # of one communicator; a damaged file may contain any size
 
@@ -23,7 +24,6 @@ class Member:
 
     joined    whether its process has created the communicator; if not, `comm` is empty
     numbered  its collective calls, by number; pending: its calls that have not completed, oldest first
-    waits     those of them in which the program waits
     """
 
     def __init__(self, group: Group, process: ProcessRecord, comm: CommRecord, joined: bool = True) -> None:
@@ -35,7 +35,10 @@ class Member:
             self.numbered[comm.entered + 1] = self.resolve_check(last)
         unfinished = [call for call in comm.calls if call.may_wait and not 0 < call.number <= comm.completed]
         self.pending = [self.resolve_check(call) for call in unfinished]
-        self.waits = [call for call in self.pending if not call.posted or comm.awaited_at > 0]
+
+    def waits_for(self, call: CallRecord) -> bool:
+        """Return whether the program waits for this call, as far as is known, if that has not completed."""
+        return not call.posted or self.comm.awaited_at > 0
 
     def resolve_check(self, call: CallRecord) -> CallRecord:
         """Replace a "check" by the call that it compares, which the rank is about to enter."""
@@ -78,10 +81,10 @@ class Member:
 
 def _number_messages(calls: Sequence[CallRecord]) -> None:
     """Number the messages of a record that has no numbers for them, which is complete then."""
-    counts: Counter[tuple[str, int]] = Counter()
+    counts: Counter[tuple[Half, int]] = Counter()
     for call in calls:
         if call.operation in MESSAGES:
-            key = call.operation, call.peer
+            key = MESSAGES[call.operation], call.peer
             counts[key] = call.message = call.message or counts[key] + 1
 
 
@@ -214,38 +217,54 @@ def _name_on(process: ProcessRecord, call: CallRecord) -> str:
 # What NCCL's errors say
 
 
-def _with_peers_blamed(processes: Sequence[ProcessRecord]) -> list[ProcessRecord]:
-    """Return the records. Errors by which NCCL also reports the end of a peer are PEER_LOST there, if one has died, was
-    stopped, or has failed by itself."""
-    fallen: dict[str, set[int]] = {}
-    for process in processes:
-        for comm in process.comms:
-            if _has_fallen(process, comm):
-                fallen.setdefault(comm.uid, set()).add(id(process))
+def _with_peers_blamed(processes: Sequence[ProcessRecord]) -> Sequence[ProcessRecord]:
+    """Return the records. Errors by which NCCL also reports the end of a peer are PEER_LOST there, if another process
+    has died, was stopped, or has failed by itself."""
+    found = {id(process): process for process in processes}
+    fallen = {key for key, process in found.items() if _has_fallen(process)}
+    vague = {key: comms for key, process in found.items() if (comms := _vague_comms(process))}
+    while blaming := [key for key, comms in vague.items() if any(_in(found[other], comms) for other in fallen - {key})]:
+        for key in blaming:
+            del vague[key]
+            found[key] = _blaming(found[key])
+        fallen |= {key for key in blaming if found[key].state == DEAD}  # then its peers may blame it
+    return [*found.values()]
 
-    def blamed(process: ProcessRecord, comm: CommRecord) -> CommRecord:
-        if not any(map(_vague, comm.calls)) or not fallen.get(comm.uid, set()) - {id(process)}:
-            return comm
-        calls = [dataclasses.replace(call, outcome=Outcome.PEER_LOST) if _vague(call) else call for call in comm.calls]
-        return dataclasses.replace(comm, calls=calls)
 
-    found = []
-    for process in processes:
-        comms = [blamed(process, comm) for comm in process.comms]
-        changed = any(one is not other for one, other in zip(comms, process.comms, strict=True))
-        outcome = Outcome.PEER_LOST if changed and _vague(process) else process.outcome
-        found.append(dataclasses.replace(process, comms=comms, outcome=outcome) if changed else process)
-    return found
+def _vague_comms(process: ProcessRecord) -> list[CommRecord]:
+    return [comm for comm in process.comms if any(call.state == FAILED and _vague(call) for call in comm.calls)]
+
+
+def _in(process: ProcessRecord, comms: Sequence[CommRecord]) -> bool:
+    """Return whether a process is, or will be, in one of these communicators."""
+    uids = process.uids()
+    return any(comm.uid in uids or process.rank in comm.ranks or not (comm.ranks or uids) for comm in comms)
+
+
+def _blaming(process: ProcessRecord) -> ProcessRecord:
+    comms = [
+        dataclasses.replace(comm, calls=[_of_peer(call) if _vague(call) else call for call in comm.calls])
+        if any(map(_vague, comm.calls))
+        else comm
+        for comm in process.comms
+    ]
+    return dataclasses.replace(_of_peer(process) if _vague(process) else process, comms=comms)
+
+
+def _of_peer(ended: T) -> T:
+    return dataclasses.replace(ended, outcome=Outcome.PEER_LOST, code=-1)
 
 
 def _vague(ended: CallRecord | ProcessRecord) -> bool:
     return ended.outcome == Outcome.NCCL_FAILED and ended.code in (Result.SYSTEM_ERROR, Result.INTERNAL_ERROR)
 
 
-def _has_fallen(process: ProcessRecord, comm: CommRecord) -> bool:
+def _has_fallen(process: ProcessRecord) -> bool:
     ended = process.state == DEAD and process.ending != ProcessEnd.CALL_FAILED
-    causes = (call for call in comm.calls if call.state == FAILED and not call.gave_up and not _vague(call))
-    return ended or process.state == STOPPED or any(call.outcome != Outcome.ABORTED_BY_PROGRAM for call in causes)
+    failed = (comm.last() for comm in process.comms)
+    causes = (call for call in failed if call is not None and call.state == FAILED and not _vague(call))
+    by_itself = any(not call.gave_up and call.outcome != Outcome.ABORTED_BY_PROGRAM for call in causes)
+    return ended or by_itself or process.state == STOPPED
 
 
 # Assign records to ranks

@@ -15,7 +15,7 @@ import ctypes
 import struct
 from ctypes import c_char, c_double, c_int32, c_uint8, c_uint32, c_uint64
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 MAGIC = b"pynccl flight recorder"
 VERSION = 8
@@ -138,7 +138,7 @@ UNKNOWN_STREAM = 4  # nothing tells whether it has run: see pynccl/interop/handl
 NO_COUNT = 0xFFFFFFFFFFFFFFFF
 
 # Operation -> index of its count among the C arguments (the data type follows it), and the arguments after that. The
-# number of a message is none of them: the recorder counts.
+# number of a message or signal is none of them: the recorder counts.
 ARGUMENTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "all_reduce": (2, ("op",)),
     "reduce_scatter": (2, ("op",)),
@@ -150,15 +150,25 @@ ARGUMENTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "all_to_all": (2, ()),
     "send": (1, ("peer", "message")),
     "recv": (1, ("peer", "message")),
-    "put_signal": (1, ("peer",)),
+    "put_signal": (1, ("peer", "message")),
 }
 SIGNALS = ("signal", "wait_signal")  # without count and data type, but with a peer
-UNNUMBERED = (
-    "send",
-    "recv",
-    "put_signal",
-    *SIGNALS,
-)  # not collective: only some ranks make these calls
+
+
+class Half(NamedTuple):
+    """What one of two ranks calls for a message, or for a signal.   sends: its half comes first"""
+
+    channel: str
+    sends: bool
+
+
+MESSAGES = {  # not collective: only some ranks make these calls
+    "send": Half("message", True),
+    "recv": Half("message", False),
+    "signal": Half("signal", True),
+    "put_signal": Half("signal", True),
+    "wait_signal": Half("signal", False),
+}
 
 
 def put(head: ctypes.Structure, field: str, text: str) -> None:

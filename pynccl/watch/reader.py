@@ -244,7 +244,7 @@ class _File:
         entry, issued, returned, number, stream, group, *texts, flags, outcome = slot[:13]
         count, dtype, first, second, code = slot[13:18]
         operation, site, detail, function, forward = map(self._string, texts)
-        _, names = layout.ARGUMENTS.get(operation, (0, ("peer",) if operation in layout.SIGNALS else ()))
+        _, names = layout.ARGUMENTS.get(operation, (0, ("peer", "message") if operation in layout.SIGNALS else ()))
         rest = dict(zip(names, (first, second), strict=False))
         op = rest.get("op", -1)
         state = LAUNCHED if returned and flags & layout.UNKNOWN_STREAM else INSIDE

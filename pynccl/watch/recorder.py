@@ -117,7 +117,7 @@ class Recorder:
         head = self.head
         head.pid, head.start, head.rank = os.getpid(), folder.start_ticks(), _rank()
         head.wall, head.clock, head.process_started = time.time(), now(), folder.process_start_time()
-        head.heartbeat = now()
+        head.heartbeat, head.code = now(), -1
         layout.put(head, "host", os.uname().nodename)
         layout.put(head, "machine", folder.machine())
         layout.put(head, "job", folder.job())

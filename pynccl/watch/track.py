@@ -58,7 +58,7 @@ class Track:
         self._use_region(memory)
         self._ring, self._strings, self._operations = layout.CALLS, recorder.strings, _Operations(recorder)
         self._groups = itertools.count(1)
-        self._messages: dict[tuple[int, int], int] = {}  # operation and peer -> number of messages so far
+        self._messages: dict[tuple[layout.Half, int], int] = {}  # half and peer -> number of messages so far
         self._closed_streams: dict[int, int] = {}  # stream -> the newest call when it was closed
         self._sources: dict[int, weakref.ref[Any]] = {}  # stream -> the object of another library that has it
         self.explains = False  # whether an error of this communicator has been explained
@@ -151,9 +151,12 @@ class Track:
             first = inputs[at + 2] if rest else 0
             second = 0
             if rest == 2:  # of a message, the second one is its number
-                second = self._number_message(number, first) if at == 1 else inputs[at + 3]
+                second = self._number_message(operation, first) if at == 1 else inputs[at + 3]
         else:
-            count, dtype, first, second = layout.NO_COUNT, -1, _peer(operation, inputs), 0
+            count, dtype, first, second = layout.NO_COUNT, -1, -1, 0
+            if operation in layout.SIGNALS and inputs:
+                first, signals = _peer_and_signals(operation, inputs)
+                second = self._number_message(operation, first, signals)
         self.head = entry = self.head + 1
         if weight >= 0:
             counts = weight
@@ -189,9 +192,10 @@ class Track:
         )
         return entry
 
-    def _number_message(self, operation: int, peer: int) -> int:
-        """Return the number of this message among those to, or from, this peer."""
-        self._messages[operation, peer] = number = self._messages.get((operation, peer), 0) + 1
+    def _number_message(self, operation: str, peer: int, signals: int = 1) -> int:
+        """Return the number of this message, or signal, among those to, or from, this peer."""
+        key = layout.MESSAGES[operation], peer
+        self._messages[key] = number = self._messages.get(key, 0) + signals
         return number
 
     def _note_source(self, stream: int) -> int:
@@ -341,16 +345,16 @@ class _Operations(dict[str, tuple[int, int, int, int]]):
 
     def __missing__(self, operation: str) -> tuple[int, int, int, int]:
         at, names = layout.ARGUMENTS.get(operation, (0, ()))
-        counts = int(operation not in layout.UNNUMBERED)
+        counts = int(operation not in layout.MESSAGES)
         self[operation] = found = (self._strings[operation], counts, at, len(names))
         return found
 
 
-def _peer(operation: str, inputs: tuple[Any, ...]) -> int:
-    """Return the peer of a signal; -1 if there are several."""
-    if operation == "signal" and inputs:
-        return int(inputs[0])
-    return int(inputs[1][0].peer) if operation == "wait_signal" and inputs and inputs[0] == 1 else -1
+def _peer_and_signals(operation: str, inputs: tuple[Any, ...]) -> tuple[int, int]:
+    """Return the peer, -1 if there are several, and how many signals are sent or awaited."""
+    if operation == "signal":
+        return int(inputs[0]), 1
+    return (int(inputs[1][0].peer), int(inputs[1][0].opCnt)) if inputs[0] == 1 else (-1, 1)
 
 
 def _forget_stream(stream: int) -> None:

@@ -272,7 +272,8 @@ def _find_stalled(graph: WaitGraph) -> Iterator[Finding]:
     """Yield matching calls that all ranks have entered and that do not complete, or not on all ranks."""
     shortest = max(graph.min_wait, _STALLED_SECONDS_OF_COMM if graph.uid else _STALLED_SECONDS)
     for point in graph.points:
-        if not point.missing and not point.blocked_by and min(point.age(), point.complete_since()) >= shortest:
+        age = max(each.age() for each in graph.behind([point]))
+        if not point.missing and not point.blocked_by and min(age, point.complete_since()) >= shortest:
             yield _stalled(graph, point)
 
 

@@ -261,7 +261,7 @@ def _arguments(call: Call) -> tuple[object, ...]:
     """Return the arguments of the C function of a call."""
     op = call.op
     if op.operation in SIGNALS:
-        return (op.peer,) if op.operation == "signal" else (1, [SimpleNamespace(peer=op.peer)])
+        return (op.peer,) if op.operation == "signal" else (1, [SimpleNamespace(peer=op.peer, opCnt=1)])
     if op.count < 0:
         return ()
     last = [RedOp[op.op]] if op.op else []

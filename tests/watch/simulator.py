@@ -287,7 +287,7 @@ class Job:
             if op.operation == "shrink":
                 own.excluded = op.excluded
             call = Call(rank, op, len(own.calls) + 1, number, step.stream, groups.get(op.comm, 0), self.clock)
-            if op.operation in MESSAGES:
+            if op.operation in (*MESSAGES, *SIGNALS):
                 call.message = 1 + sum((it.op.operation, it.op.peer) == (op.operation, op.peer) for it in own.calls)
             own.calls.append(call)
             calls.append(call)
