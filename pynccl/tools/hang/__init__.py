@@ -25,12 +25,13 @@ examples:
   python -m pynccl hang --stacks --calls 5      # add all Python stacks and the last calls of each rank
   python -m pynccl hang --json                  # machine-readable
   python -m pynccl hang --timeline trace.json   # the last calls, for ui.perfetto.dev
+  python -m pynccl hang /tmp/nccl_trace_rank_*  # the dumps of torch's flight recorder (its own NCCL)
 """
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "dir", nargs="*", metavar="DIR", help="folders of records, record files, or saved --json output"
+        "dir", nargs="*", metavar="DIR", help="folders of records, record files, saved --json output, or dumps of torch"
     )
     parser.add_argument("--list", action="store_true", help="list the jobs: state, age, program")
     parser.add_argument("--job", metavar="ID", help="show this job instead of the newest one")
@@ -52,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _show_job(arguments: argparse.Namespace) -> int:
     job, others, problems = jobs.find(arguments.dir, arguments.job)
-    running = any(process.state == RUNNING for process in job.processes)
+    running = any(process.state == RUNNING or process.pid < 0 for process in job.processes)  # as of its dump
     verdict = judge(job.processes, min_wait=MIN_WAIT if running else 0.0)
     if arguments.timeline:
         timeline.write(arguments.timeline, job.processes)
