@@ -197,9 +197,9 @@ def _not_entered(graph: WaitGraph, point: SyncPoint, members: Sequence[Member]) 
 def _no_record(graph: WaitGraph, point: SyncPoint) -> Finding:
     ranks = [rank for rank, why in point.missing.items() if why == NO_RECORD]
     why = "it has not entered init, runs on another node, or uses another PYNCCL_WATCH_DIR"
-    if all(member.process.pid < 0 for member in point.group.members.values()):  # dumps of torch
-        why = "no dump of it was given: it wrote none, or on another node"
     text = f"no record of {point.group.names(ranks)} of comm '{point.group.name}' ({why})"
+    if all(member.process.pid < 0 for member in point.group.members.values()):  # known from dumps of torch
+        text = f"no dump of {point.group.names(ranks)} was given (it has exited, or its file is on another node)"
     text += f"; {point.waiting()} in {point.describe()}"
     ended = [process for process in graph.job.processes if process.gave_up]  # their errors may say more
     ended.sort(key=lambda process: not process.end.startswith("NcclInvalidUsage"))

@@ -13,6 +13,7 @@ from .. import command
 from . import jobs, report, timeline
 
 MIN_WAIT = 2.0  # seconds; shorter waits are normal in a running job
+MIN_WAIT_IN_DUMP = 10.0  # torch takes seconds to write a dump, whose time is that of its file
 FAILED = "a rank is missing, dead, or made a different call"
 UNUSABLE = f"no job was found, or {command.UNUSABLE}"
 EXAMPLES = """
@@ -53,8 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _show_job(arguments: argparse.Namespace) -> int:
     job, others, problems = jobs.find(arguments.dir, arguments.job)
-    running = any(process.state == RUNNING or process.pid < 0 for process in job.processes)  # as of its dump
-    verdict = judge(job.processes, min_wait=MIN_WAIT if running else 0.0)
+    verdict = judge(job.processes, min_wait=_min_wait(job))
     if arguments.timeline:
         timeline.write(arguments.timeline, job.processes)
     if arguments.json:
@@ -72,6 +72,12 @@ def _show_job(arguments: argparse.Namespace) -> int:
         if arguments.timeline:
             _print(f"\nwrote {arguments.timeline}: open it at ui.perfetto.dev")
     return 1 if verdict.wrong else 0
+
+
+def _min_wait(job: jobs.Job) -> float:
+    if any(process.pid < 0 for process in job.processes):
+        return MIN_WAIT_IN_DUMP
+    return MIN_WAIT if any(process.state == RUNNING for process in job.processes) else 0.0
 
 
 def _list(arguments: argparse.Namespace) -> int:

@@ -138,6 +138,8 @@ def _prefix_and_rank(path: str, groups: dict[str, Any], entries: Sequence[Any]) 
 
 def _calls(entries: Sequence[Any], miscounted: bool) -> list[CallRecord]:
     """Return the calls of one process group, oldest first. The entries of a batch (coalesced calls) share a number."""
+    newest = _get(entries[-1], "pg_id", int)  # a group that was destroyed may have had the same name
+    entries = [entry for entry in entries if _get(entry, "pg_id", int) == newest]
     batches: dict[tuple[bool, int], list[Any]] = {}
     for entry in entries:
         message = _get(entry, "is_p2p", bool)
