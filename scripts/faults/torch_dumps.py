@@ -107,7 +107,7 @@ class Rank:
         self.entries.append(entry)
 
 
-# Made by hand: the arguments that differ are those of rank 1
+# Made by hand
 
 
 def another_operation(it: Rank) -> None:
@@ -122,7 +122,7 @@ def another_size(it: Rank) -> None:
 
 def another_type(it: Rank) -> None:
     it.call("all_reduce")
-    it.call("all_reduce", dtype="Double" if it.rank == 1 else "Float", hangs=True)
+    it.call("all_reduce", dtype="Double" if it.rank == 0 else "Float", hangs=True)
 
 
 def another_root(it: Rank) -> None:
@@ -198,7 +198,7 @@ FAULTS = {
     "never-comes": Fault(never_comes, True, "rank 1 never entered all_reduce #3"),
     "operation": Fault(another_operation, False, "rank 1 calls all_gather(count=8, FLOAT32)"),
     "size": Fault(another_size, False, "rank 1 calls all_reduce(count=4, FLOAT32)"),
-    "type": Fault(another_type, False, "rank 1 calls all_reduce(count=8, FLOAT64)"),
+    "type": Fault(another_type, False, "rank 0 calls all_reduce(count=8, FLOAT64)"),
     "root": Fault(another_root, False, "ranks 0, 1 and 3 in broadcast #2"),
     "order": Fault(two_orders, True, "ranks wait for each other"),
     "messages": Fault(crossed_messages, False, "ranks wait for each other: rank 0 in recv from rank 1"),
@@ -251,7 +251,8 @@ def _gloo_rank(program: Callable[..., None], rank: int, folder: Path) -> None:
 
     def finish() -> None:
         time.sleep(SECONDS)
-        values = pickle.loads(torch._C._distributed_c10d._dump_fr_trace())
+        c10d: Any = torch._C._distributed_c10d
+        values = pickle.loads(c10d._dump_fr_trace())
         write(folder, rank, [as_nccl(entry) for entry in values["entries"]])
         while len(list(folder.iterdir())) < RANKS:  # the others wait for this rank until their dumps are written
             time.sleep(0.05)

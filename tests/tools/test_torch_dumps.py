@@ -58,7 +58,8 @@ def gloo_job(place: Place, folder: Path) -> None:
     """Dump a job twice: when all calls are done, and while all ranks but 1 wait in a call."""
     import torch
     from torch import distributed as dist
-    from torch._C import _distributed_c10d as c10d
+
+    c10d: Any = torch._C._distributed_c10d
 
     def save(when: str) -> None:
         for name, data in (("", c10d._dump_fr_trace()), (".json", c10d._dump_fr_trace_json())):
@@ -272,6 +273,9 @@ def test_a_batch_has_the_state_of_its_last_entry(tmp_path: Path, printed: Printe
         ("coalesced all_reduce + all_gather", 2, COMPLETED),
     ]
     assert calls[1].group == calls[2].group > 0 and calls[3].count == 16
+    for rank in ranks:  # the name of a batch that torch makes for one call
+        rank.entries[-1]["profiling_name"] = "nccl:ALLGATHER_coalesced"
+    assert read(written(tmp_path, ranks))[0].comms[0].calls[3].operation == "all_gather"
     for rank in ranks[:2]:
         rank.batch(f"recv {rank.rank}<-{1 - rank.rank}", hangs=True)
     assert verdict(printed, written(tmp_path, ranks))[1].startswith("ranks wait for each other: rank 0 in recv from")
@@ -376,7 +380,22 @@ def test_any_value_anywhere_and_any_damage_is_read_or_reported(tmp_path: Path) -
         else:
             assert all(job.processes for job in found)
 
-    values = (None, True, -1, 1 << 70, 10**5000, 1.5, float("nan"), "x", "9" * 5000, [], [[]], [[-1]], {}, {"a": 1})
+    values: tuple[Any, ...] = (
+        None,
+        True,
+        -1,
+        1 << 70,
+        10**5000,
+        1.5,
+        float("nan"),
+        "x",
+        "9" * 5000,
+        [],
+        [[]],
+        [[-1]],
+        {},
+        {"a": 1},
+    )
     for value in values:
         for key in entry():
             check(pickle.dumps(dump([entry(), entry(**{key: value})]), 2))

@@ -166,10 +166,11 @@ def _batch(calls: list[CallRecord], group: int) -> list[CallRecord]:
     *calls, last = calls
     if not last.number:
         return [replace(call, group=group, completed=last.completed, state=last.state) for call in calls]
-    runs = [(operation, len(list(same))) for operation, same in groupby(call.operation for call in calls)]
-    names = " + ".join(operation if times == 1 else f"{times} {operation}" for operation, times in runs)
+    if last.operation == "coalesced":
+        runs = [(operation, len(list(same))) for operation, same in groupby(call.operation for call in calls)]
+        names = " + ".join(operation if times == 1 else f"{times} {operation}" for operation, times in runs)
+        last.operation = f"coalesced {names}" if len(calls) > 1 else names
     dtypes, counts = {call.dtype for call in calls}, [call.count for call in calls]
-    last.operation = f"coalesced {names}" if len(calls) > 1 else names
     last.count = -1 if min(counts) < 0 else sum(counts)
     last.dtype = dtypes.pop() if len(dtypes) == 1 else ""
     return [replace(last, entry=calls[0].entry, site=calls[0].site, issued=calls[0].issued)]
