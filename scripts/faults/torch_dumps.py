@@ -1,4 +1,4 @@
-"""Compare `python -m pynccl hang` with torch's own fr_trace on dumps of torch's flight recorder, for 12 faults.
+"""Compare `python -m pynccl hang` with torch's own fr_trace on dumps of torch's flight recorder, for 13 faults.
 
 The dumps of 4 ranks have the format of ProcessGroupNCCL. "gloo": processes run the fault on gloo, and its entries are
 written in that format. "made": where NCCL hangs, gloo crashes or records nothing, so the entries are made by hand.
@@ -161,6 +161,13 @@ def slow(it: Rank) -> None:
     it.call("all_reduce", hangs=True)
 
 
+def kernel_hangs(it: Rank) -> None:
+    it.call("all_reduce")
+    it.call("all_reduce", hangs=True)
+    if it.rank == 1:  # its stream has not reached the call; known with TORCH_NCCL_ENABLE_TIMING
+        it.entries[-1] |= {"state": "scheduled", "time_discovered_started_ns": None}
+
+
 # On gloo
 
 
@@ -204,6 +211,7 @@ FAULTS = {
     "messages": Fault(crossed_messages, False, "ranks wait for each other: rank 0 in recv from rank 1"),
     "exited": Fault(exited, False, "no dump of rank 1 was given"),
     "slow": Fault(slow, False, NOTHING),
+    "kernel": Fault(kernel_hangs, False, "ranks 0-3 in all_reduce #2"),
     "two": Fault(two_faults, False, "rank 1 calls all_reduce(count=4, FLOAT32)"),
     "no-dump": Fault(never_comes, True, "no dump of rank 1 was given"),
     "batch": Fault(another_batch, False, "rank 1 calls coalesced all_reduce + all_gather"),

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import random
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -111,7 +112,8 @@ def test_the_calls_of_gloo_are_read_from_pickle_and_json(gloo: Path) -> None:
         default = next(comm for comm in processes[1].comms if comm.name == "default_pg")
         expected = [("all_reduce", 8, "FLOAT32"), ("all_gather", 8, "FLOAT32"), ("barrier", -1, "")]
         assert [(call.operation, call.count, call.dtype) for call in default.calls] == expected
-        assert [call.number for call in default.calls] == [1, 2, 3] and default.completed == 3
+        assert [call.number for call in default.calls] == [1, 2, 3]
+        assert (default.entered, default.completed) == (3, 3)
         tp = [[comm.ranks for comm in process.comms if comm.name == "tp"] for process in processes]
         assert tp == [[[0, 2]], [], [[0, 2]]]
     line = read(gloo / "ended")[1].comms[0].calls[0].site
@@ -124,8 +126,13 @@ def test_a_rank_that_did_not_make_a_call_of_gloo_is_named(gloo: Path, printed: P
         code, sentence = verdict(printed, later(gloo / name, 60))
         assert code == 1 and sentence.startswith("rank 1 never entered all_reduce #4 (comm 'default_pg', 3 ranks, ")
         assert sentence.endswith("s there.") and "; 2 ranks have waited 6" in sentence  # 60 s, and what passed before
+    assert run("--json", str(gloo / "waits")) == 1
+    assert len(json.loads(printed()[0])["verdict"]["processes"]) == 1
     assert run("--calls", "9", str(gloo / "waits")) == 1
     text = printed()[0]
+    assert "\n\ntrace: 3 dumps, the last of " in text and re.search(
+        r"^1 +- +unknown +3 +3 +done barrier #3", text, re.M
+    )
     assert "rank 1: last completed #3; its last call was barrier #3 at test_torch_dumps.py:" in text
     assert (
         "pid -" not in text and "test_torch_dumps.py" in text and "distributed_c10d.py" not in text.split("rank 0")[0]
@@ -244,6 +251,7 @@ def test_the_line_of_a_call_is_the_users(tmp_path: Path) -> None:
         "/home/me/pytorch/torch/distributed/distributed_c10d.py",
         "/env/lib/python3.12/site-packages/typing_extensions.py",
         "/pytorch/torch/csrc/distributed/c10d/init.cpp",
+        "<frozen runpy>",
         "??",
     ):
         frames = [frame(file), frame("/env/lib/python3.12/site-packages/megatron/tp.py"), frame("/home/me/train.py")]
@@ -315,6 +323,31 @@ def test_the_rank_is_in_the_files_name_else_in_a_message(tmp_path: Path, printed
     (tmp_path / "trace_9").write_bytes(data)
     assert run(str(tmp_path / "trace_9")) == 2
     assert "process group '0' does not contain rank 9: was the file renamed?" in printed()[1]
+
+
+def test_a_folder_may_have_other_files_and_json_any_name(tmp_path: Path, printed: Printed) -> None:
+    (tmp_path / "model.pkl").write_bytes(pickle.dumps(1, 2))
+    (tmp_path / "log_1").write_text("step 1")
+    written(tmp_path, [Rank(0)])
+    assert len(read(tmp_path)) == 1
+    (tmp_path / "json_3").write_text(json.dumps(dump([])))
+    assert read(tmp_path / "json_3")[0].rank == 3
+    os.utime(tmp_path / "json_3", (time.time() - 60,) * 2)
+    assert run("--list", str(tmp_path / "json_3")) == 0
+    assert re.search(r"^json +seen (1 min|6\d\.\d s) ", printed()[0], re.M)
+
+
+def test_groups_of_one_name_are_told_apart_by_their_ranks(tmp_path: Path) -> None:
+    ranks = four()
+    for rank in ranks:
+        rank.call("all_reduce", group="1")
+        members = [0, 1] if rank.rank < 2 else [2, 3]
+        content = dump(rank.entries)
+        content["pg_config"]["1"] = {"name": "1", "desc": "undefined", "ranks": str(members)}
+        (tmp_path / f"{PREFIX}{rank.rank}").write_bytes(pickle.dumps(content, 2))
+    comms = [comm for process in read(tmp_path) for comm in process.comms if comm.calls]
+    assert [comm.ranks for comm in comms] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert len({comm.uid for comm in comms}) == 2 and {comm.name for comm in comms} == {"1"}
 
 
 def test_the_folders_of_two_nodes_are_one_job_and_those_of_two_runs_are_two(tmp_path: Path, printed: Printed) -> None:
