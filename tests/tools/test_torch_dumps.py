@@ -133,6 +133,7 @@ def test_a_rank_that_did_not_make_a_call_of_gloo_is_named(gloo: Path, printed: P
     assert "\n\ntrace: 3 dumps, the last of " in text and re.search(
         r"^1 +- +unknown +3 +3 +done barrier #3", text, re.M
     )
+    assert "rank 0, waiting, as of 6" in text and "\n\nrank 1, as of 6" in text
     assert "rank 1: last completed #3; its last call was barrier #3 at test_torch_dumps.py:" in text
     assert (
         "pid -" not in text and "test_torch_dumps.py" in text and "distributed_c10d.py" not in text.split("rank 0")[0]

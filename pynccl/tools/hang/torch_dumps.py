@@ -113,7 +113,7 @@ def read(path: str, values: Any) -> Dump:
     miscounted = int(version[2:]) <= 4
     calls = {name: _calls(rows, miscounted) for name, rows in entries.items()}
     newest = max((call.issued for rows in calls.values() for call in rows), default=0.0)
-    stack = _stack(_frames(every[-1])) if every else ""
+    stack = _stack(every[-1]) if every else ""
     return Dump(path, prefix, rank, max(newest, os.stat(path).st_mtime), groups, calls, stack)
 
 
@@ -186,7 +186,6 @@ def _call(entry: Any) -> CallRecord:
     dtype = str(next(iter(_get(entry, f"{side}_dtypes", list)), ""))[:20]
     done = _get(entry, "state", str) == "completed" or (backend == "gloo" and _get(entry, "retired", bool))
     message = _ENDS.fullmatch(ends)
-    frames = _frames(entry)
     return CallRecord(
         entry=_get(entry, "op_id", int),
         number=0 if _get(entry, "is_p2p", bool) else _get(entry, "collective_seq_id", int),
@@ -194,7 +193,7 @@ def _call(entry: Any) -> CallRecord:
         count=_checked("sizes", sum(map(_elements, sizes)), _MAX) if sizes else -1,
         dtype=_DTYPES.get(dtype, dtype.upper()) if sizes else "",
         peer=_checked("peer", int(message[2]), _MAX_RANK) if message else -1,
-        site=frames[_user_frame(frames)].rpartition(" ")[0] if frames else "",
+        site=next((line for line, _, own in _frames(entry) if own), ""),
         issued=_get(entry, "time_created_ns", int) / 1e9,
         completed=_get(entry, "time_discovered_completed_ns", int) / 1e9 if done else 0.0,
         state=COMPLETED if done else ISSUED,
@@ -207,22 +206,19 @@ def _elements(size: Any) -> int:
     return math.prod(_checked("sizes", length, _MAX) for length in size)
 
 
-def _frames(entry: Any) -> list[str]:
-    """Return "file:line function" of each frame, innermost first; [] in JSON."""
-    rows = _get(entry, "frames", list)
-    return [f"{_get(row, 'filename', str)}:{_get(row, 'line', int)} {_get(row, 'name', str)}"[-500:] for row in rows]
+def _frames(entry: Any) -> Iterator[tuple[str, str, bool]]:
+    """Yield "file:line", the function and whether it is user code, for each frame, innermost first. JSON has none."""
+    for frame in _get(entry, "frames", list):
+        file = _get(frame, "filename", str)[-500:]
+        own = not (_LIBRARY.match(file) or internal_files[file])
+        yield f"{file}:{_get(frame, 'line', int)}", _get(frame, "name", str)[:100], own
 
 
-def _user_frame(frames: Sequence[str]) -> int:
-    """Return the index of the innermost frame of user code, else of the outermost one."""
-    files = (frame.rpartition(":")[0] for frame in frames)
-    own = (i for i, file in enumerate(files) if not (_LIBRARY.match(file) or internal_files[file]))
-    return next(own, len(frames) - 1)
-
-
-def _stack(frames: Sequence[str]) -> str:
+def _stack(entry: Any) -> str:
     """Return the stack down to the function of torch that user code called, outermost line first."""
-    return "\n".join(reversed(frames[max(_user_frame(frames) - 1, 0) :]))
+    frames = list(_frames(entry))
+    inner = next((i for i, (*_, own) in enumerate(frames) if own), 0)
+    return "\n".join(f"{line} {name}" for line, name, _ in reversed(frames[max(inner - 1, 0) :]))
 
 
 def _get(values: Any, key: str, kind: type) -> Any:
