@@ -10,6 +10,7 @@ its groups and no states: a call that has left is "retired".
 
 from __future__ import annotations
 
+import glob
 import io
 import math
 import os
@@ -60,7 +61,7 @@ class Dump:
 
 def paths_in(folder: str) -> list[str]:
     """Return the pickles in a folder whose names end with a number."""
-    paths = [os.path.join(folder, name) for name in sorted(os.listdir(folder)) if name[-1].isdigit()]
+    paths = sorted(glob.glob(os.path.join(glob.escape(folder), "*[0-9]")))
     return [path for path in paths if os.path.isfile(path) and os.access(path, os.R_OK) and first_byte(path) == PICKLE]
 
 
@@ -262,16 +263,17 @@ _Groups = dict[tuple[str, tuple[int, ...]], tuple[str, dict[int, list[CallRecord
 def _groups(dumps: Sequence[Dump]) -> _Groups:
     """Return by name and ranks of each process group its description, and by rank its calls. If its ranks are unknown,
     they are those that have called it; of the default group, all."""
-    callers: dict[str, tuple[int, ...]] = {}
-    for dump in dumps:
-        for name, (description, _) in dump.groups.items():
-            every = range(max(dump.rank for dump in dumps) + 1) if description == "default_pg" else (dump.rank,)
-            callers[name] = tuple(sorted({*callers.get(name, ()), *every}))
+    every = tuple(range(max(dump.rank for dump in dumps) + 1))
+    callers: dict[str, list[int]] = {}
+    for dump in sorted(dumps, key=lambda dump: dump.rank):
+        for name in dump.calls:
+            callers.setdefault(name, []).append(dump.rank)
     found: _Groups = {}
     for dump in dumps:
         for name, (description, ranks) in dump.groups.items():
             if ranks or name in dump.calls:
-                _, calls = found.setdefault((name, ranks or callers[name]), (description, {}))
+                ranks = ranks or (every if description == "default_pg" else tuple(dict.fromkeys(callers[name])))
+                _, calls = found.setdefault((name, ranks), (description, {}))
                 calls[dump.rank] = dump.calls.get(name, [])
     return found
 
