@@ -338,6 +338,13 @@ def test_a_folder_may_have_other_files_and_json_any_name(tmp_path: Path, printed
     assert re.search(r"^json +seen (1 min|6\d\.\d s) ", printed()[0], re.M)
 
 
+def test_a_message_to_the_rank_itself_waits_for_no_other(tmp_path: Path, printed: Printed) -> None:
+    rank = Rank(0)
+    rank.message("send", 0, hangs=True)
+    rank.message("recv", 0)
+    assert verdict(printed, written(tmp_path, [rank]))[0] == 0
+
+
 def test_groups_of_one_name_are_told_apart_by_their_ranks(tmp_path: Path) -> None:
     ranks = four()
     for rank in ranks:

@@ -283,10 +283,10 @@ def _record(job: str, dump: Dump, groups: _Groups) -> ProcessRecord:
         CommRecord(
             uid=f"{job}/{name}/{numbers(ranks, len(ranks))}",
             name=name if description in ("", "undefined") else description,
-            rank=ranks.index(dump.rank),
+            rank=(rank := ranks.index(dump.rank)),
             size=len(ranks),
             ranks=list(ranks),
-            calls=calls.get(dump.rank, []),
+            calls=[call for call in calls.get(dump.rank, []) if call.peer != rank],  # no rank waits for itself
         )
         for (name, ranks), (description, calls) in groups.items()
         if dump.rank in ranks
