@@ -261,8 +261,8 @@ _Groups = dict[tuple[str, tuple[int, ...]], tuple[str, dict[int, list[CallRecord
 
 
 def _groups(dumps: Sequence[Dump]) -> _Groups:
-    """Return by name and ranks of each process group its description, and by rank its calls. If its ranks are unknown,
-    they are those that have called it; of the default group, all."""
+    """Return the process groups that were called: by name and ranks, the description, and by rank the calls. If the
+    ranks are unknown, they are those that have called it; of the default group, all."""
     every = tuple(range(max(dump.rank for dump in dumps) + 1))
     callers: dict[str, list[int]] = {}
     for dump in sorted(dumps, key=lambda dump: dump.rank):
@@ -270,11 +270,10 @@ def _groups(dumps: Sequence[Dump]) -> _Groups:
             callers.setdefault(name, []).append(dump.rank)
     found: _Groups = {}
     for dump in dumps:
-        for name, (description, ranks) in dump.groups.items():
-            if ranks or name in dump.calls:
-                ranks = ranks or (every if description == "default_pg" else tuple(dict.fromkeys(callers[name])))
-                _, calls = found.setdefault((name, ranks), (description, {}))
-                calls[dump.rank] = dump.calls.get(name, [])
+        for name, calls in dump.calls.items():
+            description, ranks = dump.groups[name]
+            ranks = ranks or (every if description == "default_pg" else tuple(dict.fromkeys(callers[name])))
+            found.setdefault((name, ranks), (description, {}))[1][dump.rank] = calls
     return found
 
 
