@@ -183,8 +183,9 @@ class Job:
         host = f" on host {clean(process.host, 60)}" if self._several_hosts else ""
         number = f" {process.pid}" if host or process.state in (STOPPED, UNKNOWN) else ""
         is_ = {STOPPED: "stopped", DEAD: "ended", UNKNOWN: "not reachable from here"}.get(process.state, "alive")
+        text = f"process{number}{host} {is_}, {member.progress()}" if process.pid > 0 else member.progress()
         where = _last_seen_at(member)
-        return f"process{number}{host} {is_}, {member.progress()}" + (f"; {where}" if where else "")
+        return text + (f"; {where}" if where else "")
 
 
 def names_of(members: Sequence[Member]) -> str:

@@ -201,6 +201,8 @@ def _no_record(graph: WaitGraph, point: SyncPoint) -> Finding:
     ranks = [rank for rank in ranks if rank in lost] or ranks
     why = "it has not entered init, runs on another node, or uses another PYNCCL_WATCH_DIR"
     text = f"no record of {point.group.names(ranks)} of comm '{point.group.name}' ({why})"
+    if all(member.process.pid < 0 for member in point.group.members.values()):  # known from dumps of torch
+        text = f"no dump of {point.group.names(ranks)} was given (it has exited, or its file is on another node)"
     text += f"; {point.waiting()} in {point.describe()}"
     ended = [process for process in graph.job.processes if process.gave_up]  # their errors may say more
     ended.sort(key=lambda process: process.outcome != Outcome.MISMATCH)

@@ -39,7 +39,7 @@ ORDER: dict[str, str] = {
         tools.doctor.findings tools.doctor.problems tools.doctor
         tools.explain.moves tools.explain.operations tools.explain.execute tools.explain.terminal
         tools.explain.page tools.explain
-        tools.hang.jobs tools.hang.table tools.hang.report tools.hang.timeline tools.hang
+        tools.hang.torch_dumps tools.hang.jobs tools.hang.table tools.hang.report tools.hang.timeline tools.hang
         tools.perf.options tools.perf.cases tools.perf.measure tools.perf.report tools.perf __main__
     """,
     "pynccl.host": """

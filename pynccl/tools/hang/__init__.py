@@ -13,6 +13,7 @@ from .. import command
 from . import jobs, report, timeline
 
 MIN_WAIT = 2.0  # seconds; shorter waits are normal in a running job
+MIN_WAIT_IN_DUMP = 10.0  # torch takes seconds to write a dump, whose time is that of its file
 FAILED = "a rank is missing, dead, or made a different call"
 UNUSABLE = f"no job was found, or {command.UNUSABLE}"
 EXAMPLES = """
@@ -25,12 +26,13 @@ examples:
   python -m pynccl hang --stacks --calls 5      # add all Python stacks and the last calls of each rank
   python -m pynccl hang --json                  # machine-readable
   python -m pynccl hang --timeline trace.json   # the last calls, for ui.perfetto.dev
+  python -m pynccl hang /tmp/nccl_trace_rank_*  # the dumps of torch's flight recorder (its own NCCL)
 """
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "dir", nargs="*", metavar="DIR", help="folders of records, record files, or saved --json output"
+        "dir", nargs="*", metavar="DIR", help="folders of records, record files, saved --json output, or dumps of torch"
     )
     parser.add_argument("--list", action="store_true", help="list the jobs: state, age, program")
     parser.add_argument("--job", metavar="ID", help="show this job instead of the newest one")
@@ -52,8 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _show_job(arguments: argparse.Namespace) -> int:
     job, others, problems = jobs.find(arguments.dir, arguments.job)
-    running = any(process.state == RUNNING for process in job.processes)
-    verdict = judge(job.processes, min_wait=MIN_WAIT if running else 0.0)
+    verdict = judge(job.processes, min_wait=_min_wait(job))
     if arguments.timeline:
         timeline.write(arguments.timeline, job.processes)
     if arguments.json:
@@ -71,6 +72,12 @@ def _show_job(arguments: argparse.Namespace) -> int:
         if arguments.timeline:
             _print(f"\nwrote {arguments.timeline}: open it at ui.perfetto.dev")
     return 1 if verdict.wrong else 0
+
+
+def _min_wait(job: jobs.Job) -> float:
+    if any(process.pid < 0 for process in job.processes):
+        return MIN_WAIT_IN_DUMP
+    return MIN_WAIT if any(process.state == RUNNING for process in job.processes) else 0.0
 
 
 def _list(arguments: argparse.Namespace) -> int:

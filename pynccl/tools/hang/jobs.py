@@ -1,4 +1,4 @@
-"""Read records (recorder files, folders of them, saved JSON) and group them into jobs."""
+"""Read records (recorder files, folders of them, saved JSON, torch's dumps) and group them into jobs."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ...watch import folder, reader
 from ...watch.formatting import clean
 from ...watch.layout import printable
 from ...watch.records import DEAD, RUNNING, STOPPED, ProcessRecord, from_json
+from . import torch_dumps
 
 
 class NothingFoundError(ValueError):
@@ -88,6 +89,7 @@ def _chosen(found: Sequence[Job], name: str | None) -> Job:
 def read(places: Sequence[str]) -> tuple[list[Job], list[str]]:
     """Return the jobs in these places (default: the user's folder) and the problems. Raises NothingFoundError."""
     records: list[ProcessRecord] = []
+    dumps: list[torch_dumps.Dump] = []
     problems: list[str] = []
     for place in places or [folder.base()]:
         if places and not os.path.exists(place):
@@ -97,17 +99,22 @@ def read(places: Sequence[str]) -> tuple[list[Job], list[str]]:
             found, wrong = reader.read_folder(place)
             records += found
             problems += wrong
-            paths = sorted(glob.glob(os.path.join(glob.escape(place), "*.json")))
+            paths = sorted(glob.glob(os.path.join(glob.escape(place), "*.json"))) + torch_dumps.paths_in(place)
         for path in paths:
             try:
-                records += _from_json(path) if path.endswith(".json") else [reader.read_file(path)]
+                content = _read_file(path)
+                if isinstance(content, torch_dumps.Dump):
+                    dumps.append(content)
+                else:
+                    records += content
             except (OSError, ValueError, RecursionError) as error:
                 why = str(error) or type(error).__name__
                 problems.append(why if path in why else f"{path}: {why}")
+    records += torch_dumps.records(dumps)
     if records:
         return group(records), problems
     if places:
-        expected = problems or ["expected *.watch files, folders of them, or saved --json output"]
+        expected = problems or ["expected *.watch files, saved --json output, dumps of torch, or folders of them"]
         raise NothingFoundError("\n".join([f"no record in {', '.join(places)}", *expected]))
     raise NothingFoundError(
         f"no records in {folder.base()}\n"
@@ -117,10 +124,17 @@ def read(places: Sequence[str]) -> tuple[list[Job], list[str]]:
     )
 
 
-def _from_json(path: str) -> list[ProcessRecord]:
-    """Return the processes in a saved `hang --json`, from this or another node."""
+def _read_file(path: str) -> list[ProcessRecord] | torch_dumps.Dump:
+    """Return the record of a process; the processes in a saved `hang --json`, from this or another node; or a dump."""
+    first = torch_dumps.first_byte(path)
+    if first == torch_dumps.PICKLE:
+        return torch_dumps.read(path, torch_dumps.unpickled(path))
+    if first != b"{" and not path.endswith(".json"):
+        return [reader.read_file(path)]
     with open(path, encoding="utf-8") as file:
         values: Any = json.load(file)
+    if torch_dumps.is_dump(values):
+        return torch_dumps.read(path, values)
     if not isinstance(values, dict) or not isinstance(values.get("processes"), list):
         raise ValueError('not the output of `python -m pynccl hang --json`: expected an object with "processes"')
     return [from_json(process) for process in values["processes"]]

@@ -61,6 +61,8 @@ def _heading(job: Job) -> str:
     hosts = list(dict.fromkeys(clean(process.host, 40) for process in job.processes))
     where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts"
     newest = max(process.now for process in job.processes)
+    if job.processes[0].pid < 0:
+        return f"{clean(job.name, 80)}: {_count(job.processes, 'dump')}, the last of {_clock(newest)}"
     read = f", read at {_clock(newest)}" if newest else ""
     return f"{clean(job.name, 80)}: {_count(job.processes, 'process')} on {where}{read}"
 
@@ -173,7 +175,7 @@ def listed(jobs: Iterable[Job]) -> list[str]:
 def _who(process: ProcessRecord) -> str:
     rank = table.rank_of(process)
     name = f"rank {rank}" if rank >= 0 else "a process without a rank"
-    return f"{name} (pid {process.pid} on {clean(process.host, 40)})"
+    return f"{name} (pid {process.pid} on {clean(process.host, 40)})" if process.pid > 0 else name
 
 
 def _clock(moment: float) -> str:

@@ -167,7 +167,7 @@ def _cells(row: RankRow, several_hosts: bool) -> list[str]:
     pid = str(row.processes[0].pid) + (f" on {clean(row.processes[0].host, 16)}" if several_hosts else "")
     return [
         numbers(row.ranks, 3) if row.ranks[0] >= 0 else "-",
-        pid if len(pids) == 1 else f"({len(pids):,})",
+        f"({len(pids):,})" if len(pids) > 1 else pid if row.processes[0].pid > 0 else "-",
         row.state,
         row.entered,
         row.completed,

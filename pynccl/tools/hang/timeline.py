@@ -24,7 +24,8 @@ def _events(processes: list[ProcessRecord]) -> Iterator[chrome.Event]:
     ]
     zero = min(moments, default=0.0)
     for pid, process in enumerate(sorted(processes, key=lambda process: (rank_of(process), process.host, process.pid))):
-        yield from chrome.process(pid, f"rank {rank_of(process)}", f"pid {process.pid} on {clean(process.host, 60)}")
+        where = f"pid {process.pid} on {clean(process.host, 60)}" if process.pid > 0 else "a dump of torch"
+        yield from chrome.process(pid, f"rank {rank_of(process)}", where)
         for tid, comm in enumerate(process.comms, 1):
             yield from chrome.lane(pid, tid, clean(comm.name, 60) or "communicator")
             free = 0.0  # calls of a stream run one after another
