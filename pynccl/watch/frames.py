@@ -19,7 +19,17 @@ from types import FrameType
 _FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _LIBRARY = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 _PACKAGES = ("torch", "pynccl_autograd")  # their frames are internal, like ours: they are skipped
-_MODULES = tuple(_LIBRARY + name for name in ("contextlib.py", "functools.py", "threading.py", "concurrent" + os.sep))
+_MODULES = tuple(
+    _LIBRARY + name
+    for name in (
+        "contextlib.py",
+        "functools.py",
+        "threading.py",
+        "warnings.py",
+        "_py_warnings.py",
+        "concurrent" + os.sep,
+    )
+)
 _TYPED_IN = (
     "<stdin>",
     "<string>",
@@ -117,6 +127,8 @@ def _is_internal(file: str) -> bool:
     folders = [_FOLDER, *_folders_of(_PACKAGES)]
     if generated := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):  # set by torch itself when it first writes code there
         folders.append(os.path.join(generated, ""))
+    if (extensions := sys.modules.get("typing_extensions")) and file == extensions.__file__:
+        return True  # torch's deprecated functions are wrapped there, or in warnings.py
     return file.startswith((*folders, *_MODULES))
 
 

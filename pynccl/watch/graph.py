@@ -15,8 +15,8 @@ A sync point is a call that needs several ranks, here P and Q:
     W3  no wait: a posted call that nobody waits for, neither itself nor for one behind it (an early irecv)
 
 A rank that has not reached P is missing there, for the first of these reasons that holds: its process is dead, is
-stopped, its call raised, it has closed the communicator, it has not entered P (if that is because it waits in Q, see W1,
-it is no cause), it has no record. A call that failed because of other ranks (records.WAITED) counts as a wait until then.
+stopped, its call raised, it has closed the communicator, it has not entered P (if that is because it waits in Q, see
+W1, it is no cause), it has no record. A call that failed because of other ranks (records.WAITED) is a wait until then.
 
 A cycle of sync points means that calls are crossed. Of the others, findings.py reports the first by Priority.
 """

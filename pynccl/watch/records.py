@@ -44,6 +44,7 @@ class CallRecord:
     operation   "all_reduce", "send", "split", "barrier", "init", "group plan", ...
     count       number of elements; -1 without one. dtype: "FLOAT32" or ""; op: "SUM" or ""
     root, peer  ranks in the communicator; -1 without one
+    started     when its stream has begun it, if that is known; 0.0: it has not, or that is unknown
     message     the number of a send among those to its peer, or of a recv among those from it, from 1; 0: not one
     group       calls of one rank with the same number were issued as one group; 0: not in a group
     posted      the program went on, and waits for it only at CommRecord.awaited_at. With the host library: calls on
@@ -73,6 +74,7 @@ class CallRecord:
     forward_site: str = ""
     detail: str = ""
     issued: float = 0.0
+    started: float = 0.0
     returned: float = 0.0
     completed: float = 0.0
     state: str = COMPLETED

@@ -18,7 +18,7 @@ from .findings import Finding, Priority, describe_end, find_mismatches, find_una
 from .formatting import call_site, seconds
 from .graph import NO_RECORD, Dependency, SyncPoint, WaitGraph
 from .job import MAX_LINES, Job, Member, names_of
-from .records import DEAD, FAILED, ProcessRecord
+from .records import DEAD, FAILED, UNKNOWN, ProcessRecord
 
 NOTHING_WRONG = ("running", "finished", "empty")
 _MIN_WAIT_BEFORE_KILL = 5.0  # seconds; if all processes were killed after such a wait, the wait is the cause
@@ -38,7 +38,8 @@ class Verdict(Finding):
     kind      "running", "finished", "empty": nothing is wrong. "missing": a rank has not entered a collective, or has
               no record; "unmatched": a send without recv, or the reverse; "crossed": ranks wait for each other;
               "mismatch": ranks made different calls; "dead", "stopped", "destroyed" (it has ended its communicator),
-              "failed" (its call raised), "stalled" (all ranks have entered the call, and it makes no progress)
+              "failed" (its call raised), "stalled" (all ranks have entered the call, and it makes no progress), "late"
+              (it entered a call long after the others, just before a dump)
     sentence  the finding in one sentence; details: one line per rank concerned
     culprits  (uid of the communicator, rank in it); lines: their lines of code, with full paths
     comms     uids of the communicators concerned; processes: (host, pid) of the culprits' processes
@@ -140,6 +141,9 @@ def _reweigh_post_mortem(graph: WaitGraph, found: list[Finding]) -> None:
 def _nothing_wrong(job: Job) -> Finding:
     ended = sum(process.state == DEAD for process in job.processes)
     running = len(job.processes) - ended
+    unknown = sum(process.state == UNKNOWN for process in job.processes)
+    if unknown:
+        return Finding("running", Priority.CONSEQUENCE, f"no rank is stuck in the records of {unknown:,} ranks")
     if not running:
         return Finding("finished", Priority.CONSEQUENCE, f"all {ended:,} ranks have finished")
     return Finding("running", Priority.CONSEQUENCE, f"no rank is stuck: {running:,} running, {ended:,} finished")
@@ -273,20 +277,45 @@ def _rank_names(dependencies: Sequence[Dependency]) -> str:
 def _find_stalled(graph: WaitGraph) -> Iterator[Finding]:
     """Yield matching calls that all ranks have entered and that do not complete, or not on all ranks."""
     shortest = max(graph.min_wait, _STALLED_SECONDS_OF_COMM if graph.uid else _STALLED_SECONDS)
+    from_dumps = all(process.state == UNKNOWN for process in graph.job.processes)  # of jobs that had timed out
     for point in graph.points:
         age = max(each.age() for each in graph.behind([point]))
-        if not point.missing and not point.blocked_by and min(age, point.complete_since()) >= shortest:
+        if point.missing or point.blocked_by or age < shortest:
+            continue
+        if point.complete_since() >= shortest:
             yield _stalled(graph, point)
+        elif from_dumps and point.complete():
+            yield _late(graph, point)
+
+
+def _late(graph: WaitGraph, point: SyncPoint) -> Finding:
+    """Report the ranks that entered a call long after the others, and shortly before the end of the record."""
+    issued = {rank: call.issued for rank, call in point.arrived.items()}
+    gap = max(issued.values()) - min(issued.values())
+    members = [point.group.members[rank] for rank, when in issued.items() if when > min(issued.values()) + gap / 2]
+    return new_finding(
+        graph,
+        "late",
+        Priority.STALLED,
+        f"{names_of(members)} entered {point.describe()} {seconds(gap)} after the others",
+        points=[point],
+        details=graph.job.status_lines(members),
+        culprits=[member.key for member in members],
+        sites=[point.arrived[member.rank].site for member in members],
+    )
 
 
 def _stalled(graph: WaitGraph, point: SyncPoint) -> Finding:
     group = point.group
     members = [group.members[rank] for rank in point.arrived]
     gave_up = all(call.state == FAILED for call in point.arrived.values())
+    idle = [members[i] for i, call in enumerate(point.arrived.values()) if not call.started]
     how = f"{'gave up' if gave_up else 'not done'} after {seconds(point.age())}"
     others = group.members.keys() - point.arrived.keys() - point.excluded if point.collective else {point.call.peer}
     rest = "and no rank is missing" if point.complete() else f"which {group.names(others)} completed"
     causes = _CAUSES_OF_GROW if point.call.operation == "grow" else _POSSIBLE_CAUSES
+    if 0 < len(idle) < len(members):  # the kernel of these waits behind another one
+        members, causes = idle, f"{names_of(idle)} issued it, and only the streams of the others have begun it"
     text = f"{group.names(point.arrived)} in {point.describe()}, {how}, {rest}: {causes}"
     # Within a group, messages between two nodes or containers are the likelier ones to be lost.
     several = len({(member.process.machine, member.process.host) for member in members[:4]}) > 1
@@ -297,5 +326,5 @@ def _stalled(graph: WaitGraph, point: SyncPoint) -> Finding:
         text,
         points=[point],
         details=graph.job.status_lines(members[:4]),
-        culprits=[] if point.complete() else [member.key for member in members],
+        culprits=[] if point.complete() and members is not idle else [member.key for member in members],
     )

@@ -32,8 +32,8 @@ SITUATIONS = (
 
 
 class Results:
-    """The outcomes of many jobs.   wrong: a text per job whose verdict is wrong, by whether others had given up by then;
-    hits: jobs per situation"""
+    """The outcomes of many jobs.   wrong: a text per job whose verdict is wrong, by whether others had given up by
+    then; hits: jobs per situation"""
 
     def __init__(self) -> None:
         self.table: dict[str, Counter[str]] = defaultdict(Counter)

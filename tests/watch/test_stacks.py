@@ -67,6 +67,16 @@ def test_stacks_are_taken_on_request_only(tmp_path: Path) -> None:
     assert stack.endswith(where)
 
 
+def test_the_wrapper_of_a_deprecated_function_is_no_call_site() -> None:
+    """torch's reduce_scatter_tensor is such a function."""
+    extensions = pytest.importorskip("typing_extensions")
+    wrapped = extensions.deprecated("use another one", category=None)(frames.call_site)
+    with_warning = extensions.deprecated("use another one")(frames.call_site)
+    with pytest.warns(DeprecationWarning):
+        sites = [wrapped(), with_warning()]
+    assert all(site.startswith(__file__) for site in sites), sites
+
+
 def test_all_stacks_equal_the_threads_own_tracebacks() -> None:
     seen: dict[int, list[str]] = {}
     here, leave = threading.Barrier(3), threading.Event()

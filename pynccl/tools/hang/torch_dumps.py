@@ -185,7 +185,8 @@ def _call(entry: Any) -> CallRecord:
     side = "output" if operation in _OF_OUTPUT else "input"
     sizes = [] if {operation, name.lstrip("_")} & {*_UNEVEN} else _get(entry, f"{side}_sizes", list)
     dtype = str(next(iter(_get(entry, f"{side}_dtypes", list)), ""))[:20]
-    done = _get(entry, "state", str) == "completed" or (backend == "gloo" and _get(entry, "retired", bool))
+    state = _get(entry, "state", str)
+    done = state == "completed" or (backend == "gloo" and _get(entry, "retired", bool))
     message = _ENDS.fullmatch(ends)
     return CallRecord(
         entry=_get(entry, "op_id", int),
@@ -195,7 +196,8 @@ def _call(entry: Any) -> CallRecord:
         dtype=_DTYPES.get(dtype, dtype.upper()) if sizes else "",
         peer=_checked("peer", int(message[2]), _MAX_RANK) if message else -1,
         site=next((line for line, _, own in _frames(entry) if own), ""),
-        issued=_get(entry, "time_created_ns", int) / 1e9,
+        issued=(issued := _get(entry, "time_created_ns", int) / 1e9),
+        started=_get(entry, "time_discovered_started_ns", int) / 1e9 or (issued if state == "started" else 0.0),
         completed=_get(entry, "time_discovered_completed_ns", int) / 1e9 if done else 0.0,
         state=COMPLETED if done else ISSUED,
     )
@@ -274,7 +276,23 @@ def _groups(dumps: Sequence[Dump]) -> _Groups:
             description, ranks = dump.groups[name]
             ranks = ranks or (every if description == "default_pg" else tuple(dict.fromkeys(callers[name])))
             found.setdefault((name, ranks), (description, {}))[1][dump.rank] = calls
+    for _, by_rank in found.values():
+        if any(calls[0].entry > 1 for calls in by_rank.values() if calls):
+            for calls in by_rank.values():
+                _number_messages(calls)
     return found
+
+
+def _number_messages(calls: Sequence[CallRecord]) -> None:
+    """Number the messages of an incomplete record, so that the last one completed has one number on both ranks."""
+    pairs: dict[tuple[str, int], list[CallRecord]] = {}
+    for call in calls:
+        if call.peer >= 0:
+            pairs.setdefault((call.operation, call.peer), []).append(call)
+    for pair in pairs.values():
+        completed = sum(call.state == COMPLETED for call in pair)
+        for number, call in enumerate(pair, _MAX_RANK - completed):
+            call.message = number
 
 
 def _record(job: str, dump: Dump, groups: _Groups) -> ProcessRecord:
