@@ -21,14 +21,13 @@ from ..bindings.abi import Result
 from ..bindings.errors import NcclError, NcclTimeout
 from ..bindings.library import Library, host_module
 from ..bindings.values import listed, seconds, shown
-from ..bindings.workers import call_at_exit, keep_forever, prepare_exit
-from ..watch import exit_hooks, watchdog
+from ..bindings.workers import begin_exit, call_at_exit, exit_left, keep_forever, prepare_exit
+from ..watch import exit_hooks
 from ..watch.frames import user_site
 from ..watch.track import Track
 from .base import Comm, aborted_late, explained
 from .deadline import call_with_deadline, wait_nonblocking
 
-EXIT_SECONDS = 10.0  # to close all communicators at process exit
 ABORT_SECONDS = 30.0
 _BLOCKS_AFTER_SHRINK = (2, 31, 2)  # ncclCommDestroy of the parent after shrink(abort=True): pytorch/pytorch#194775
 
@@ -311,13 +310,11 @@ def register_open(comm: Comm) -> None:
 
 def _close_everything() -> None:
     """Destroy the open communicators; abort them if the process ends with an exception: the peers may be gone."""
-    watchdog.stop()
-    comms, failed = list(_open), getattr(sys, "last_value", None) is not None
-    count = len(comms) + len(_leaked)
-    if count and not call_at_exit(lambda: _close(comms, failed), EXIT_SECONDS):
+    comms, failed = list(_open), begin_exit(getattr(sys, "last_value", None) is not None)
+    count, limit = len(comms) + len(_leaked), exit_left()
+    if count and not call_at_exit(lambda: _close(comms, failed)):
         _given_up.set()
-        late = f"{count} open communicators did not close within {EXIT_SECONDS:g} s{graph_hint()}"
-        print(f"pynccl: {late}", file=sys.stderr)
+        print(f"pynccl: {count} open communicators did not close within {limit:.0f} s{graph_hint()}", file=sys.stderr)
 
 
 def _close(comms: list[Comm], failed: bool) -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import atexit
 import os
-import time
 
+from ..bindings.workers import wait_at_exit
 from . import alarm, comm, init, mailbox, rendezvous, rma, stream
 from .failure import exiting, invalid_usage
 
@@ -27,10 +27,7 @@ def _at_exit() -> None:
             notice = communicator.failure_notice("its process exited while an operation was running")
             communicator.fail(invalid_usage("the process exited while this operation was running"), notice)
             communicator.rma.close()
-    end = time.monotonic() + _JOIN_SECONDS
-    for worker in workers:
-        worker.join(max(end - time.monotonic(), 0.0))
-    init.join_waiting(_JOIN_SECONDS)
+    wait_at_exit([*(worker.join for worker in workers), *(done.wait for done in init.waiting)], _JOIN_SECONDS)
     for communicator in reversed(comm.all_communicators()):  # those without sockets use those of others, made before
         if communicator.idle:
             communicator.destroy()

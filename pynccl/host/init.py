@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import struct
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 from ..bindings.abi import SPLIT_NOCOLOR, UNIQUE_ID_BYTES, Result
+from ..bindings.workers import Flag
 from . import group, rendezvous
 from .algorithms import GROW, SPLIT, gather_rows
 from .argcheck import check_config, check_devices, check_flags, check_rank, field
@@ -32,13 +32,7 @@ INIT_TIMEOUT_VARIABLE = "PYNCCL_HOST_INIT_TIMEOUT"
 _SHRINK_ABORT = 0x01
 _REASON_SECONDS = 0.4
 
-_waiting: set[threading.Thread] = set()
-
-
-def join_waiting(timeout: float) -> None:
-    """At exit, after `exiting` was set: join the threads that still wait for other ranks."""
-    for thread in _waiting - {threading.current_thread()}:
-        thread.join(timeout)
+waiting: set[Flag] = set()  # of the threads that wait for other ranks: each is set when that wait has ended
 
 
 def _create(newcomm: Any, comm: Comm, parent: Comm | None, connect: Callable[[int], None]) -> None:
@@ -125,8 +119,8 @@ def _connections(
     comm: Comm, place: Rendezvous, timeout: float, name: str, check: Callable[[], None], local: bool
 ) -> tuple[dict[int, Channels], bool]:
     """Return the connections to all ranks of `comm`, which join at `place`, and whether all are on this node."""
-    me = threading.current_thread()
-    _waiting.add(me)
+    done = Flag()
+    waiting.add(done)
     started = time.monotonic()
     listener = Listener(local or is_single_node() or isinstance(place.store, Store))
     try:
@@ -137,8 +131,9 @@ def _connections(
         call = f"{name} on rank {comm.rank} of {comm.size}"
         return Connecting(listener, comm.rank, endpoints, call, names, check).run(left), local
     finally:
-        _waiting.discard(me)
         listener.close()
+        waiting.discard(done)
+        done.set()
 
 
 # By unique id

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ..bindings.abi import DataType, Result
+from ..bindings.workers import wait_at_exit
 from . import group
 from .argcheck import check_flags, check_range
 from .comm import TIMEOUT_VARIABLE, Background, Comm
@@ -249,12 +250,11 @@ class Rma(Background):
 def join_threads(patience: float, timeout: float) -> None:
     """At exit, after destroying the communicators: wait up to `patience` seconds for the peers to do the same, since
     closing earlier would lose data that they have not read; then end the threads."""
-    deadline = time.monotonic() + patience
-    for thread in list(_threads):
-        thread.join(max(0.0, deadline - time.monotonic()))
-    for thread, transport in list(_threads.items()):
+    threads = dict(_threads)
+    wait_at_exit([thread.join for thread in threads], patience)
+    for transport in threads.values():
         transport.end_rma()
-        thread.join(timeout)
+    wait_at_exit([thread.join for thread in threads], timeout)
 
 
 @dataclass(eq=False)

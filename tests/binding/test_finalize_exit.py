@@ -33,13 +33,13 @@ EXITS: dict[str, tuple[str, int, str, list[str]]] = {
     ),
     "a hanging finalize does not block the exit": (
         """
-from pynccl.comm import finalize
-finalize.EXIT_SECONDS = 3  # where there is a driver, cuda.core is imported meanwhile
+from pynccl.bindings import workers
+workers.EXIT_SECONDS = 2  # where there is a driver, cuda.core is imported meanwhile
 comm = make()
 stub.stub_rule(1, b"ncclCommFinalize", 1000 * 300)
 """,
         0,
-        r"pynccl: 1 open communicators did not close within 3 s\n",
+        r"pynccl: 1 open communicators did not close within 2 s\n",
         DESTROYED[:2],
     ),
     "a garbage-collected communicator warns and is aborted at exit": (
