@@ -73,7 +73,7 @@ def exit_left(at_most: float = EXIT_SECONDS) -> float:
 
 
 def wait_at_exit(waits: Iterable[Callable[[float], object]], at_most: float) -> bool:
-    """Call methods such as `thread.join` with what is left of `exit_left(at_most)`. Return whether all returned true."""
+    """Call methods such as `thread.join` with what is left of `exit_left(at_most)`. Return whether all were true."""
     end = time.monotonic() + exit_left(at_most)
     returned = [wait(max(end - time.monotonic(), 0.0)) for wait in waits]
     return all(returned)
@@ -109,20 +109,16 @@ class Flag:
 class WorkerCall(Generic[T]):
     """A call in progress in a worker thread.
 
-    here        make it in this thread, as if that were a worker
-    until_exit  it returns when the process begins to end: nobody else waits for it"""
+    until_exit  it returns when the process begins to end"""
 
     _value: T
     _error: BaseException | None = None
 
-    def __init__(self, call: Callable[[], T], name: str, here: bool = False, until_exit: bool = False) -> None:
+    def __init__(self, call: Callable[[], T], name: str, until_exit: bool = False) -> None:
         self._call, self._name, self.done = call, name, Flag()
         (_until_exit if until_exit else _running).add(self)
-        if here:
-            self.run()
-        else:
-            prepare_exit()
-            _calls.put(self)
+        prepare_exit()
+        _calls.put(self)
 
     def run(self) -> None:
         thread = threading.current_thread()
@@ -139,7 +135,7 @@ class WorkerCall(Generic[T]):
     def result(self, limit: float, timeout_error: Callable[[], Exception]) -> T:
         """Return the result of the call, or raise its exception.
 
-        After `limit` seconds, or at the end of the process, raise `timeout_error()`; the call continues in its thread."""
+        After `limit` seconds, or at the end of the process, raise `timeout_error()`; the call goes on in its thread."""
         if not self.done.wait(min(max(min(limit, _exit.left()), 0.0), threading.TIMEOUT_MAX)):
             raise timeout_error()
         if self._error is not None:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from ..bindings.abi import SPLIT_NOCOLOR, UNIQUE_ID_BYTES, Result
-from ..bindings.workers import Flag
 from . import group, rendezvous
 from .algorithms import GROW, SPLIT, gather_rows
 from .argcheck import check_config, check_devices, check_flags, check_rank, field
@@ -31,8 +30,6 @@ from .transport import Transport
 INIT_TIMEOUT_VARIABLE = "PYNCCL_HOST_INIT_TIMEOUT"
 _SHRINK_ABORT = 0x01
 _REASON_SECONDS = 0.4
-
-waiting: set[Flag] = set()  # of the threads that wait for other ranks: each is set when that wait has ended
 
 
 def _create(newcomm: Any, comm: Comm, parent: Comm | None, connect: Callable[[int], None]) -> None:
@@ -119,8 +116,6 @@ def _connections(
     comm: Comm, place: Rendezvous, timeout: float, name: str, check: Callable[[], None], local: bool
 ) -> tuple[dict[int, Channels], bool]:
     """Return the connections to all ranks of `comm`, which join at `place`, and whether all are on this node."""
-    done = Flag()
-    waiting.add(done)
     started = time.monotonic()
     listener = Listener(local or is_single_node() or isinstance(place.store, Store))
     try:
@@ -132,8 +127,6 @@ def _connections(
         return Connecting(listener, comm.rank, endpoints, call, names, check).run(left), local
     finally:
         listener.close()
-        waiting.discard(done)
-        done.set()
 
 
 # By unique id
