@@ -189,7 +189,8 @@ def _end_left_behind() -> None:
     std::terminate() and aborts the process. Example: a program finds a free MASTER_PORT with a socket, keeps the socket
     open, and gets Ctrl-C in pynccl.init(), where torch waits until the interpreter closes the socket. So abort() first
     sleeps: sleep() is the handler of its signal, and gets the signal's number, 6, as the seconds. Then it aborts."""
-    if not wait_at_exit([call.done.wait for call in _running], LEFT_BEHIND_SECONDS) and sys.version_info < (3, 14):
+    waits = [call.done.wait for call in list(_running)]
+    if not wait_at_exit(waits, LEFT_BEHIND_SECONDS) and sys.version_info < (3, 14):
         with contextlib.suppress(OSError, AttributeError):  # libstdc++ is not loaded
             libc, libstdcxx = ctypes.CDLL(None), ctypes.CDLL("libstdc++.so.6", os.RTLD_NOLOAD)
             libc.signal(signal.SIGABRT, libc.sleep)
