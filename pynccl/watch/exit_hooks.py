@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from ..bindings.workers import begin_exit, exit_left
+from ..bindings.workers import begin_exit
 from . import folder, layout, recorder, watchdog
 from .frames import innermost_own, internal_files
 from .records import RUNNING, STOPPED, ProcessRecord
@@ -101,7 +101,7 @@ def _linger(own: recorder.Recorder) -> None:
     are already closed, so the other ranks fail and look for the reason."""
     if own.exchange is not None and own.exchange.serves:
         with contextlib.suppress(Exception):
-            own.exchange.linger(exit_left(_LINGER_SECONDS))
+            own.exchange.linger(_LINGER_SECONDS)
             own.exchange.close()
 
 

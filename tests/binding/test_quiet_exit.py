@@ -197,8 +197,7 @@ held = socket.create_server(("127.0.0.1", 0))  # it shall stay free until the ra
 os.environ.update(RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(held.getsockname()[1]))
 def interrupt():
     global connection
-    connection, _ = held.accept()
-    connection.recv(1)  # torch has sent something, and waits for the answer
+    while not (connection := held.accept()[0]).recv(1): pass  # until torch has asked, and waits for the answer
     os.kill(os.getpid(), signal.SIGINT)
 threading.Thread(target=interrupt, daemon=True).start()
 try: pynccl.init()
