@@ -187,8 +187,9 @@ def _end_left_behind() -> None:
 
     Before Python 3.14, a thread that returns from C++ while the interpreter shuts down is unwound, which calls
     std::terminate() and aborts the process. Example: a program finds a free MASTER_PORT with a socket, keeps the socket
-    open, and gets Ctrl-C in pynccl.init(), where torch waits until the interpreter closes the socket. So abort() first
-    sleeps: sleep() is the handler of its signal, and gets the signal's number, 6, as the seconds. Then it aborts."""
+    open, and pynccl.init() gets Ctrl-C or times out, while torch waits until the interpreter closes the socket. So
+    abort() first sleeps, for long enough to end: sleep() becomes the handler of its signal, whose number is the
+    seconds, 6."""
     waits = [call.done.wait for call in list(_running)]
     if not wait_at_exit(waits, LEFT_BEHIND_SECONDS) and sys.version_info < (3, 14):
         with contextlib.suppress(OSError, AttributeError):  # libstdc++ is not loaded
