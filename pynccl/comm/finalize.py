@@ -33,7 +33,6 @@ _BLOCKS_AFTER_SHRINK = (2, 31, 2)  # ncclCommDestroy of the parent after shrink(
 
 _open: weakref.WeakSet[Comm] = weakref.WeakSet()
 _leaked: list[tuple[Library, ReleasedHandle]] = []  # garbage-collected without being closed
-_given_up = threading.Event()  # at exit, the open communicators did not close in time
 
 
 class ReleasedHandle:
@@ -313,7 +312,6 @@ def _close_everything() -> None:
     comms, failed = list(_open), begin_exit(getattr(sys, "last_value", None) is not None)
     count, limit = len(comms) + len(_leaked), exit_left()
     if count and not call_at_exit(lambda: _close(comms, failed)):
-        _given_up.set()
         print(f"pynccl: {count} open communicators did not close within {limit:.0f} s{graph_hint()}", file=sys.stderr)
 
 
@@ -328,7 +326,7 @@ def _close(comms: list[Comm], failed: bool) -> None:
         try:
             ended.append(_close_at_exit(comm, failed))
         except NcclError as error:
-            if _given_up.is_set():  # the library's own exit handler is ending them
+            if not exit_left():  # given up: the library's own exit handler is ending them
                 return
             print(f"pynccl: closing {comm} at exit: {error}", file=sys.stderr)
 
