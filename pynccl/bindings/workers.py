@@ -12,9 +12,11 @@ import ctypes
 import math
 import os
 import queue
+import signal
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
 from .values import seconds
@@ -22,7 +24,9 @@ from .values import seconds
 T = TypeVar("T")
 
 GRACE_SECONDS = 0.5  # after the deadline, for a call that is about to raise a better error
-LEFT_BEHIND_SECONDS = 1.0  # wait at exit for all calls that outlived their deadlines
+EXIT_SECONDS, FAILED_EXIT_SECONDS = 10.0, 3.0  # for the whole end of a process; if it ends with an exception
+LEFT_BEHIND_SECONDS = 1.0  # of these for the calls that outlived their deadlines
+_IDLE_SECONDS = 2.0  # then a worker that is not needed ends
 
 
 class Clock:
@@ -45,6 +49,39 @@ class Clock:
         if self.timeout <= waited < self.timeout + 1:
             return f"{self.timeout:g} s"
         return f"{waited:.0f} s" if waited >= 1 else f"{waited:.2f} s"
+
+
+_exit = Clock(None)  # of the end of this process
+
+
+def begin_exit(failed: bool = False) -> bool:
+    """Start the clock of this process's end, unless it runs. Return whether the process has `failed`, as said so far.
+
+    It is one clock for all that is waited for at exit, which would add up otherwise."""
+    global _exit
+    if _exit.timeout == math.inf:
+        _exit = Clock(EXIT_SECONDS)
+    if failed:
+        _exit.timeout = FAILED_EXIT_SECONDS
+    return _exit.timeout == FAILED_EXIT_SECONDS
+
+
+def exit_left(at_most: float = EXIT_SECONDS) -> float:
+    """Return how many seconds an exit hook may wait: what is left for the whole end, and `at_most`."""
+    begin_exit()
+    return max(min(_exit.left(), at_most), 0.0)
+
+
+def wait_at_exit(waits: Iterable[Callable[[float], object]], at_most: float) -> bool:
+    """Call methods such as `thread.join` with what is left of `exit_left(at_most)`. Return whether all were true."""
+    end = time.monotonic() + exit_left(at_most)
+    returned = [wait(max(end - time.monotonic(), 0.0)) for wait in waits]
+    return all(returned)
+
+
+def ends_before(timeout: float | None) -> bool:
+    """Return whether the process is ending, and will have ended before this timeout. None: it has."""
+    return timeout is None or _exit.left() < timeout
 
 
 class Flag:
@@ -70,19 +107,18 @@ class Flag:
 
 
 class WorkerCall(Generic[T]):
-    """A call in progress in a worker thread.   here: make it in this thread, as if that were a worker"""
+    """A call in progress in a worker thread.
+
+    until_exit  it returns when the process begins to end"""
 
     _value: T
     _error: BaseException | None = None
 
-    def __init__(self, call: Callable[[], T], name: str, here: bool = False) -> None:
+    def __init__(self, call: Callable[[], T], name: str, until_exit: bool = False) -> None:
         self._call, self._name, self.done = call, name, Flag()
-        _running.add(self)
-        if here:
-            self.run()
-        else:
-            prepare_exit()
-            _calls.put(self)
+        (_until_exit if until_exit else _running).add(self)
+        prepare_exit()
+        _calls.put(self)
 
     def run(self) -> None:
         thread = threading.current_thread()
@@ -93,13 +129,14 @@ class WorkerCall(Generic[T]):
             self._error = error
         thread.name = idle
         _running.discard(self)
+        _until_exit.discard(self)
         self.done.set()
 
     def result(self, limit: float, timeout_error: Callable[[], Exception]) -> T:
         """Return the result of the call, or raise its exception.
 
-        After `limit` seconds raise `timeout_error()`; the call continues in its thread."""
-        if not self.done.wait(min(max(limit, 0.0), threading.TIMEOUT_MAX)):
+        After `limit` seconds, or at the end of the process, raise `timeout_error()`; the call goes on in its thread."""
+        if not self.done.wait(min(max(min(limit, _exit.left()), 0.0), threading.TIMEOUT_MAX)):
             raise timeout_error()
         if self._error is not None:
             raise self._error
@@ -108,43 +145,57 @@ class WorkerCall(Generic[T]):
 
 _calls: queue.SimpleQueue[WorkerCall[Any]] = queue.SimpleQueue()
 _running: set[WorkerCall[Any]] = set()
-_workers = 0
+_until_exit: set[WorkerCall[Any]] = set()
+_workers: set[threading.Thread] = set()
 
 
-def _work(calls: queue.SimpleQueue[WorkerCall[Any]]) -> None:
+def _needed() -> int:
+    """Return the number of workers: one per call, and one to close the communicators at exit, since Python >= 3.12
+    cannot start threads while the interpreter shuts down. The watchdog, which ends before, runs in that one."""
+    return len(_running) + max(len(_until_exit), 1)
+
+
+def _work() -> None:
+    me = threading.current_thread()
     while True:
-        calls.get().run()
+        try:
+            _calls.get(timeout=_IDLE_SECONDS).run()
+        except queue.Empty:
+            _workers.discard(me)  # before it looks, since others may look at the same time
+            if len(_workers) >= _needed():
+                return
+            _workers.add(me)
 
 
 def prepare_exit() -> None:
-    """Keep two idle workers ready, since Python >= 3.12 cannot start threads while the interpreter shuts down.
-
-    Two, because a program may exit with a failed communicator open: one worker closes all open communicators by a
-    deadline, and the other aborts the failed one by a second deadline."""
-    global _workers
+    """Start the workers that are needed."""
     with contextlib.suppress(RuntimeError):  # the interpreter is shutting down
-        while _workers < len(_running) + 2:
-            threading.Thread(target=_work, args=(_calls,), name="pynccl worker", daemon=True).start()
-            _workers += 1
+        while len(_workers) < _needed():
+            worker = threading.Thread(target=_work, name="pynccl worker", daemon=True)
+            worker.start()
+            _workers.add(worker)
 
 
-def call_at_exit(call: Callable[[], object], limit: float) -> bool:
-    """Make a call while the interpreter shuts down; return False if it takes longer than `limit` seconds."""
-    return WorkerCall(call, "exit").done.wait(limit)
+def call_at_exit(call: Callable[[], object]) -> bool:
+    """Make a call while the process ends; return False if there is not enough time for it."""
+    return WorkerCall(call, "exit").done.wait(exit_left())
 
 
 @atexit.register  # before any library is loaded, so it runs after the libraries' exit handlers, which end pending calls
 def _end_left_behind() -> None:
-    """Wait for calls still running in workers, and make those that return later harmless.
+    """Wait for calls still running in workers, and let the process end before those that return later abort it.
 
     Before Python 3.14, a thread that returns from C++ while the interpreter shuts down is unwound, which calls
     std::terminate() and aborts the process. Example: a program finds a free MASTER_PORT with a socket, keeps the socket
-    open, and gets Ctrl-C in pynccl.init(), where torch waits until the interpreter closes the socket. The handler
-    installed here makes std::terminate() pause the calling thread instead."""
-    clock = Clock(LEFT_BEHIND_SECONDS)
-    if not all(call.done.wait(max(clock.left(), 0.0)) for call in list(_running)):
+    open, and pynccl.init() gets Ctrl-C or times out, while torch waits until the interpreter closes the socket. So
+    abort() first sleeps, for long enough to end: sleep() becomes the handler of its signal, whose number is the
+    seconds, 6."""
+    waits = [call.done.wait for call in list(_running)]
+    if not wait_at_exit(waits, LEFT_BEHIND_SECONDS) and sys.version_info < (3, 14):
         with contextlib.suppress(OSError, AttributeError):  # libstdc++ is not loaded
-            ctypes.CDLL("libstdc++.so.6", os.RTLD_NOLOAD)._ZSt13set_terminatePFvvE(ctypes.CDLL(None).pause)
+            libc, libstdcxx = ctypes.CDLL(None), ctypes.CDLL("libstdc++.so.6", os.RTLD_NOLOAD)
+            libc.signal(signal.SIGABRT, libc.sleep)
+            libstdcxx._ZSt13set_terminatePFvvE(libc.abort)  # the default handler prints a line
 
 
 def keep_forever(obj: Any) -> None:
@@ -153,9 +204,9 @@ def keep_forever(obj: Any) -> None:
 
 
 def _after_fork_in_child() -> None:
-    global _calls, _running, _workers
-    keep_forever((_calls, _running))  # the child has none of their threads, and their contents belong to the parent
-    _calls, _running, _workers = queue.SimpleQueue(), set(), 0
+    global _calls, _running, _until_exit, _workers, _exit
+    keep_forever((_calls, _running, _until_exit))  # the child has none of their threads; the contents are the parent's
+    _calls, _running, _until_exit, _workers, _exit = queue.SimpleQueue(), set(), set(), set(), Clock(None)
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -11,7 +11,7 @@ from typing import TypeVar
 from ..bindings.abi import Result
 from ..bindings.errors import NcclTimeout
 from ..bindings.library import Library
-from ..bindings.workers import Clock, WorkerCall
+from ..bindings.workers import Clock, WorkerCall, ends_before
 
 T = TypeVar("T")
 
@@ -23,16 +23,16 @@ def call_with_deadline(
 ) -> T:
     """Return `call()`, a C call into `library`; raise NcclTimeout after `timeout` seconds (None: no limit).
 
-    The call runs in a worker thread, so that the main thread can react to signals. Without a deadline, other threads
-    than the main thread make it directly.
+    The call runs in a worker thread, so that the main thread can react to signals. Without a deadline, or while the
+    process ends by an earlier one, other threads than the main thread make it directly.
 
     undo  called once the call has returned if this function raises without its result: nobody receives that"""
-    if timeout is None and threading.current_thread() is not threading.main_thread():
+    if ends_before(timeout) and threading.current_thread() is not threading.main_thread():
         return call()
     clock = Clock(timeout)
 
     def timeout_error() -> NcclTimeout:
-        text = f"{what} did not return within {clock.seconds()} (timeout={timeout:g})"
+        text = f"{what} did not return within {clock.seconds()} (timeout={clock.timeout:g})"
         advice = "a rank is missing or unreachable: were all ranks started, with the same world size and id?"
         return _timeout(text, library.last_error(), advice)
 

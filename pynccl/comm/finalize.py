@@ -21,21 +21,19 @@ from ..bindings.abi import Result
 from ..bindings.errors import NcclError, NcclTimeout, reworded
 from ..bindings.library import Library, host_module
 from ..bindings.values import listed, seconds, shown
-from ..bindings.workers import call_at_exit, keep_forever, prepare_exit
-from ..watch import exit_hooks, watchdog
+from ..bindings.workers import begin_exit, call_at_exit, exit_left, keep_forever, prepare_exit
+from ..watch import exit_hooks
 from ..watch.frames import user_site
 from ..watch.layout import ENDED_AS, CommEnd
 from ..watch.track import Track
 from .base import Comm, aborted_late, explained
 from .deadline import call_with_deadline, wait_nonblocking
 
-EXIT_SECONDS = 10.0  # to close all communicators at process exit
 ABORT_SECONDS = 30.0
 _BLOCKS_AFTER_SHRINK = (2, 31, 2)  # ncclCommDestroy of the parent after shrink(abort=True): pytorch/pytorch#194775
 
 _open: weakref.WeakSet[Comm] = weakref.WeakSet()
 _leaked: list[tuple[Library, ReleasedHandle]] = []  # garbage-collected without being closed
-_given_up = threading.Event()  # at exit, the open communicators did not close in time
 
 
 class ReleasedHandle:
@@ -315,13 +313,10 @@ def register_open(comm: Comm) -> None:
 
 def _close_everything() -> None:
     """Destroy the open communicators; abort them if the process ends with an exception: the peers may be gone."""
-    watchdog.stop()
-    comms, failed = list(_open), getattr(sys, "last_value", None) is not None
-    count = len(comms) + len(_leaked)
-    if count and not call_at_exit(lambda: _close(comms, failed), EXIT_SECONDS):
-        _given_up.set()
-        late = f"{count} open communicators did not close within {EXIT_SECONDS:g} s{graph_hint()}"
-        print(f"pynccl: {late}", file=sys.stderr)
+    comms, failed = list(_open), begin_exit(getattr(sys, "last_value", None) is not None)
+    count, limit = len(comms) + len(_leaked), exit_left()
+    if count and not call_at_exit(lambda: _close(comms, failed)):
+        print(f"pynccl: {count} open communicators did not close within {limit:.0f} s{graph_hint()}", file=sys.stderr)
 
 
 def _close(comms: list[Comm], failed: bool) -> None:
@@ -335,7 +330,7 @@ def _close(comms: list[Comm], failed: bool) -> None:
         try:
             ended.append(_close_at_exit(comm, failed))
         except NcclError as error:
-            if _given_up.is_set():  # the library's own exit handler is ending them
+            if not exit_left():  # given up: the library's own exit handler is ending them
                 return
             print(f"pynccl: closing {comm} at exit: {error}", file=sys.stderr)
 

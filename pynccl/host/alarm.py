@@ -9,11 +9,13 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+import select
 import threading
 import time
 from collections.abc import Callable
 
 _MONOTONIC, _CLOEXEC = 1, 0o2000000
+_IDLE_SECONDS = 1.0  # then the thread ends
 _libc = ctypes.PyDLL(None, use_errno=True)  # calls keep the GIL, which another thread could take otherwise
 _lock = threading.Lock()
 _deadlines: dict[Alarm, float] = {}  # by time.monotonic()
@@ -61,10 +63,17 @@ def _set_timer(deadline: float, seconds: float) -> None:
 
 
 def _attend(timer: int) -> None:
-    global _next
+    global _next, _timer
+    timers = select.poll()
+    timers.register(timer, select.POLLIN)
     while True:
-        os.read(timer, 8)
+        if expired := timers.poll(_IDLE_SECONDS * 1e3):
+            os.read(timer, 8)
         with _lock:
+            if not expired and _next == math.inf:
+                os.close(timer)
+                _timer = -1
+                return
             now, _next = time.monotonic(), math.inf
             deadlines = _deadlines.copy()
             due = [alarm for alarm, deadline in deadlines.items() if deadline <= now]

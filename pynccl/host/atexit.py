@@ -1,40 +1,31 @@
 """Process exit and fork: the host library must neither block interpreter exit nor crash it.
 
 Interpreter shutdown kills a thread that is inside torch in the middle of C++ code, which calls std::terminate. So exit
-drops queued work, and closes connections to wake running operations. As on a GPU, a process that exits without
-synchronizing loses its queued work.
+drops queued work, and closes connections to wake running operations; bindings/workers.py waits for them. As on a GPU, a
+process that exits without synchronizing loses its queued work.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
-import time
 
-from . import alarm, comm, init, mailbox, rendezvous, rma, stream
+from . import alarm, comm, mailbox, rendezvous, rma, stream
 from .failure import exiting, invalid_usage
-
-_JOIN_SECONDS = 2.0
-_PEERS_SECONDS = 0.5
 
 
 @atexit.register
 def _at_exit() -> None:
     exiting.set()
-    workers = stream.drop_queued_work()
     for communicator in comm.all_communicators():
         if not communicator.idle:
             notice = communicator.failure_notice("its process exited while an operation was running")
             communicator.fail(invalid_usage("the process exited while this operation was running"), notice)
             communicator.rma.close()
-    end = time.monotonic() + _JOIN_SECONDS
-    for worker in workers:
-        worker.join(max(end - time.monotonic(), 0.0))
-    init.join_waiting(_JOIN_SECONDS)
     for communicator in reversed(comm.all_communicators()):  # those without sockets use those of others, made before
         if communicator.idle:
             communicator.destroy()
-    rma.join_threads(_PEERS_SECONDS, _JOIN_SECONDS)
+    rma.join_threads()
     rendezvous.close()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import struct
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -31,14 +30,6 @@ from .transport import Transport
 INIT_TIMEOUT_VARIABLE = "PYNCCL_HOST_INIT_TIMEOUT"
 _SHRINK_ABORT = 0x01
 _REASON_SECONDS = 0.4
-
-_waiting: set[threading.Thread] = set()
-
-
-def join_waiting(timeout: float) -> None:
-    """At exit, after `exiting` was set: join the threads that still wait for other ranks."""
-    for thread in _waiting - {threading.current_thread()}:
-        thread.join(timeout)
 
 
 def _create(newcomm: Any, comm: Comm, parent: Comm | None, connect: Callable[[int], None]) -> None:
@@ -125,8 +116,6 @@ def _connections(
     comm: Comm, place: Rendezvous, timeout: float, name: str, check: Callable[[], None], local: bool
 ) -> tuple[dict[int, Channels], bool]:
     """Return the connections to all ranks of `comm`, which join at `place`, and whether all are on this node."""
-    me = threading.current_thread()
-    _waiting.add(me)
     started = time.monotonic()
     listener = Listener(local or is_single_node() or isinstance(place.store, Store))
     try:
@@ -137,7 +126,6 @@ def _connections(
         call = f"{name} on rank {comm.rank} of {comm.size}"
         return Connecting(listener, comm.rank, endpoints, call, names, check).run(left), local
     finally:
-        _waiting.discard(me)
         listener.close()
 
 

@@ -1,12 +1,10 @@
-"""The work of a host stream, and the threads that run it: the stream's own, or those that wait for it."""
+"""The work of a host stream, and the threads that run it: workers, or those that wait for it."""
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from ..bindings.abi import Result
@@ -17,7 +15,9 @@ from .failure import REASONS, HostFailure, exiting, reason_of
 
 Job = Callable[[], object]
 
-_never = partial(bool, 0)
+
+def _never() -> bool:
+    return False
 
 
 def explain(error: BaseException) -> BaseException:
@@ -51,16 +51,14 @@ class Then:
 
 
 class Queue:
-    """The work of a stream and its thread. It does not reference the stream, so that dropping the stream ends the
-    thread."""
+    """The work of a stream. A worker runs it, one at a time, and is free when there is none."""
 
     def __init__(self, patient: bool) -> None:
         self.jobs: deque[Job] = deque()
-        self._turn: Any = threading.RLock()  # held by the thread that runs jobs: the stream's, or another
-        self._tokens: queue.SimpleQueue[bool] = queue.SimpleQueue()  # for the stream's thread: True to run jobs, or end
-        self.away = False  # the stream's thread calls a function that a job returned
+        self._turn: Any = threading.RLock()  # held by the thread that runs jobs: a worker, or another
+        self._woken = False  # a worker runs jobs or is about to
         self._alarm = Alarm(self.wake) if patient else None
-        self._helped = False  # another thread than the stream's has, or had, the last turn
+        self._helped = False  # another thread than a worker has, or had, the last turn
         self._inside: set[int] = set()  # threads in `run`
         self.error: BaseException | None = None  # the first error that has not been raised yet
         self._lock = threading.Lock()
@@ -73,11 +71,10 @@ class Queue:
             self.wake()
 
     def wake(self) -> None:
-        """Have a thread run the jobs."""
-        if self.away:
-            WorkerCall(partial(self.run, _never), "stream")
-        else:
-            self._tokens.put(True)
+        """Have a worker run the jobs."""
+        if not self._woken:
+            self._woken = True
+            WorkerCall(self._work, "stream")
 
     def hurry(self) -> None:
         """Wake a thread if none has been."""
@@ -86,26 +83,24 @@ class Queue:
         if self._helped and self.jobs:
             self.wake()
 
-    def end(self) -> None:
-        self._tokens.put(False)
+    def _work(self) -> None:
+        """In a worker, in which no signal handler runs: run the jobs."""
+        self._woken = False
+        while self.jobs and self._turn.acquire(blocking=False):
+            self._woken = True
+            after = self._serve(_never, False)
+            self._woken = False
+            self._turn.release()
+            if after is not None:
+                if self.jobs:
+                    self.wake()
+                after()
+                return
 
-    def work(self) -> None:
-        """In the stream's thread, in which no signal handler runs: run the jobs."""
-        while self._tokens.get():
-            while self.jobs and self._turn.acquire(blocking=False):
-                after = self._serve(_never, False)
-                self._turn.release()
-                if after is not None:
-                    self.away = True
-                    if self.jobs:
-                        self.wake()
-                    WorkerCall(after, "future", here=True)
-                    self.away = False
-                after = None  # it keeps the stream
-        with self._turn:  # somebody may run the last ones
-            while self.jobs:
-                if (after := self._serve(_never, False)) is not None:
-                    WorkerCall(after, "future")
+    @property
+    def is_mine(self) -> bool:
+        """Whether this thread runs the jobs."""
+        return bool(self._turn._is_owned())
 
     def run(self, over: Callable[[], bool]) -> None:
         """In another thread: run jobs until `over()` or none is left, unless a thread does already. Raises what a
@@ -128,7 +123,7 @@ class Queue:
 
     def _leave(self) -> bool:
         """Release the turn if a signal handler has kept this thread from it. Return whether it did."""
-        if not self._turn._is_owned():
+        if not self.is_mine:
             return False
         self._turn.release()
         return True

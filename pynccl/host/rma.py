@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ..bindings.abi import DataType, Result
+from ..bindings.workers import wait_at_exit
 from . import group
 from .argcheck import check_flags, check_range
 from .comm import TIMEOUT_VARIABLE, Background, Comm
@@ -34,6 +35,7 @@ from .transport import Transport
 
 _FIRST_WINDOW = 0x317D0010
 _SLICE_SECONDS = 0.2
+_PEERS_SECONDS, _JOIN_SECONDS = 0.5, 2.0
 
 _threads: weakref.WeakKeyDictionary[threading.Thread, Transport] = weakref.WeakKeyDictionary()
 
@@ -246,15 +248,14 @@ class Rma(Background):
             self._change.notify_all()
 
 
-def join_threads(patience: float, timeout: float) -> None:
-    """At exit, after destroying the communicators: wait up to `patience` seconds for the peers to do the same, since
-    closing earlier would lose data that they have not read; then end the threads."""
-    deadline = time.monotonic() + patience
-    for thread in list(_threads):
-        thread.join(max(0.0, deadline - time.monotonic()))
-    for thread, transport in list(_threads.items()):
+def join_threads() -> None:
+    """At exit, after destroying the communicators: wait for the peers to do the same for a little while, since closing
+    earlier would lose data that they have not read; then end the threads."""
+    threads = dict(_threads)
+    wait_at_exit([thread.join for thread in threads], _PEERS_SECONDS)
+    for transport in threads.values():
         transport.end_rma()
-        thread.join(timeout)
+    wait_at_exit([thread.join for thread in threads], _JOIN_SECONDS)
 
 
 @dataclass(eq=False)

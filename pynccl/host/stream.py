@@ -1,4 +1,4 @@
-"""Streams and events of the host library: in-order queues, each run by a worker thread.
+"""Streams and events of the host library: in-order queues, run by worker threads while there is work.
 
 `HostStream` and `HostEvent` behave like CUDA streams and events, so that ordering bugs show without a GPU. The handle 0
 (or None) is the caller's stream: its work runs in the calling thread before the call returns.
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from ..bindings.errors import NcclInvalidUsage
-from ..bindings.resource import Shared, destructor
+from ..bindings.resource import Shared
 from .failure import exiting, invalid_argument
 from .jobs import Job, Queue, Then
 
@@ -211,10 +211,10 @@ class CallerStream(_Stream):
 
 
 class HostStream(_Stream):
-    """An in-order queue of work, run by a daemon thread, or by threads in `run_here`. `priority` has no effect.
+    """An in-order queue of work, run by a worker thread, or by threads in `run_here`. `priority` has no effect.
 
-    patient  while callers of `run_here` run the work, the daemon thread begins 2 ms late, so as not to be woken in
-             vain, or with `hurry`"""
+    patient  while callers of `run_here` run the work, the worker begins 2 ms late, so as not to be woken in vain, or
+             with `hurry`"""
 
     def __init__(self, priority: int = 0, patient: bool = False) -> None:
         self.priority = priority
@@ -222,8 +222,6 @@ class HostStream(_Stream):
         self._queue = Queue(patient)
         self._lock = threading.Lock()
         self._closed = False
-        self._worker = threading.Thread(target=self._queue.work, name=f"pynccl-stream-{self.handle:#x}", daemon=True)
-        self._worker.start()
         _streams[self.handle] = self
 
     def __repr__(self) -> str:
@@ -260,23 +258,18 @@ class HostStream(_Stream):
         return not self._queue.jobs
 
     def close(self) -> None:
-        """Run the queued work, then end the worker. The stream takes no further work."""
+        """Return once the queued work has run. The stream takes no further work."""
+        last = _Completion(self.handle)
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-            self._queue.end()
+            self._queue.put(partial(last.complete, self._queue))
         try:
-            if threading.current_thread() is not self._worker:
-                with waiting_for(self.handle):
-                    self._worker.join()
+            if not self._queue.is_mine:
+                last.wait(0)
         finally:
             _streams.pop(self.handle, None)
-
-    @destructor
-    def __del__(self) -> None:
-        if not getattr(self, "_closed", True):
-            self._queue.end()
 
 
 def stream_from_handle(handle: int) -> HostStream | None:
@@ -310,16 +303,8 @@ def find_event(handle: int) -> HostEvent:
     return found
 
 
-def drop_queued_work() -> list[threading.Thread]:
-    """At exit: make every worker discard work that has not begun. Return the threads of those that run some."""
-    streams = list(_streams.values())
-    for stream in streams:
-        stream._queue.end()
-    return [stream._worker for stream in streams if not stream._queue.away]
-
-
 def after_fork() -> None:
-    """In a forked child, which has no worker threads: close the parent's streams."""
+    """In a forked child, which has none of the workers: close the parent's streams."""
     for stream in list(_streams.values()):
         stream._lock = threading.Lock()
         stream._closed = True

@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..bindings.errors import NcclError, outcome_of
-from . import folder, recorder
+from ..bindings.workers import begin_exit
+from . import folder, recorder, watchdog
 from .frames import innermost_own, internal_files
 from .layout import ProcessEnd
 from .recorder import Ending
@@ -36,17 +37,21 @@ def prepare() -> None:
     process = sys.modules.get("multiprocessing.process")
     util = sys.modules.get("multiprocessing.util")
     if process is not None and util is not None and process.parent_process() is not None and not _prepared:
-        # multiprocessing catches the exception of the target function and prints it: it is visible only there. It also
-        # does not run atexit handlers in all of its processes.
+        # Before Python 3.13, multiprocessing does not run atexit handlers in all of its processes, but runs these while
+        # it handles the exception of the target function.
         _prepared.append(util.Finalize(None, _record_end, exitpriority=1000))
         _prepared.append(util.Finalize(None, _remove, exitpriority=0))
-        for name in ("print_exc", "format_exc"):
-            setattr(traceback, name, _remember_exception(getattr(traceback, name)))
+        if sys.version_info >= (3, 13):
+            for name in ("print_exc", "format_exc"):
+                setattr(traceback, name, _remember_exception(getattr(traceback, name)))
 
 
 def _remember_exception(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a function of `traceback` to remember the exception that multiprocessing prints (or torch.multiprocessing
-    sends to the parent). From Python 3.13 on, nothing else runs while multiprocessing handles that exception."""
+    sends to the parent): from Python 3.13 on, nothing else runs while multiprocessing handles that exception.
+
+    The program that needs it: `multiprocessing.Process(target=train).start()`, and `train` raises on rank 1. Rank 0
+    would learn only that "rank 1 exited by itself", and not "with ValueError at train.py:12"."""
 
     @functools.wraps(function)
     def wrapper(*args: Any, **options: Any) -> Any:
@@ -78,6 +83,8 @@ def _record_end() -> None:
     if own is None or not own.mine or own.ending:
         return
     own.end(_how_process_ended(own))
+    begin_exit(own.ending > ProcessEnd.CLEAN)
+    watchdog.stop()
     exchanges = {exchange for owner in (own, *own.tracks) if (exchange := owner.exchange) is not None}
     reports_end = own.ending != ProcessEnd.CLEAN or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if exchanges and reports_end and own.path:

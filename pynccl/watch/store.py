@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
-from ..bindings.workers import GRACE_SECONDS, NoAnswer, QueryWorker
+from ..bindings.workers import GRACE_SECONDS, NoAnswer, QueryWorker, exit_left
 from .layout import printable
 
 T = TypeVar("T")
@@ -106,7 +106,7 @@ class StoreClient:
     def close(self) -> None:
         """Refuse further operations. Return once the current one has ended or bindings/workers.py has abandoned it."""
         self._closed, self.reason = True, self.reason or "this process is ending"
-        if self._lock.acquire(timeout=OPERATION_SECONDS + GRACE_SECONDS):
+        if self._lock.acquire(timeout=exit_left(OPERATION_SECONDS + GRACE_SECONDS)):
             self._lock.release()
 
     def _connection(self) -> Any:

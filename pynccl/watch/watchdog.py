@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ..bindings.library import Library, host_module
-from ..bindings.workers import NoAnswer, QueryWorker
+from ..bindings.workers import NoAnswer, QueryWorker, WorkerCall
 from ..interop.devices import cuda_driver, on_device
 from ..interop.events import pooled, relaxed
 from . import frames, recorder
@@ -77,14 +77,12 @@ class Watchdog:
         self._stop = threading.Event()
         self.polls = 0  # number of polls so far
         self._printed: set[str] = set()  # messages from other ranks already printed
-        self._thread = threading.Thread(target=self._work, name="pynccl watchdog", daemon=True)
-        self._thread.start()
+        self._running = WorkerCall(self._work, "watchdog", until_exit=True)
 
     def stop(self) -> None:
-        """Stop the thread. Wait up to half a second for it."""
+        """Stop polling. Wait up to half a second for the last poll."""
         self._stop.set()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(_JOIN_SECONDS)
+        self._running.done.wait(_JOIN_SECONDS)
 
     def _work(self) -> None:
         while not self._stop.wait(self.settings.poll) and self.recorder.mine:
@@ -264,7 +262,7 @@ def prepare() -> None:
     own = recorder.started()
     if own is None or (_watchdog is not None and _watchdog.recorder is own):
         return
-    with own.sharing, contextlib.suppress(RuntimeError):  # the interpreter is exiting and starts no threads
+    with own.sharing:
         if _watchdog is None or _watchdog.recorder is not own:  # another thread was faster
             _watchdog = Watchdog(own)
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import IGNORE_FORK_WARNING, process
+from processes import IGNORE_FORK_WARNING, process, wait_for
 
 from pynccl.bindings import workers
 from pynccl.bindings.library import load
@@ -52,6 +53,27 @@ def test_exit_wait_for_abandoned_call_is_limited(tmp_path: Path) -> None:
     ended = process(tmp_path, SLOW + source + BY_DEADLINE.replace("slow,", "stuck,"))
     assert (ended.code, ended.err) == (0, "") and "came back" not in ended.out
     assert ended.seconds < 30
+
+
+def test_all_waits_at_exit_share_one_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "_exit", workers.Clock(0.2))
+    never, started = threading.Event(), time.monotonic()
+    assert not workers.wait_at_exit([never.wait] * 5, 600)
+    assert workers.exit_left() == 0
+    with pytest.raises(workers.NoAnswer):
+        workers.QueryWorker().query(never.wait, 600)
+    never.set()
+    assert time.monotonic() - started < 60
+
+
+def test_workers_that_are_not_needed_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "_IDLE_SECONDS", 0.05)
+    go = threading.Event()
+    calls = [workers.WorkerCall(go.wait, "together") for _ in range(5)]
+    assert len(workers._workers) > 5
+    go.set()
+    assert all(call.done.wait(30) for call in calls)
+    wait_for(lambda: len(workers._workers) == 1)
 
 
 def test_forked_child_does_not_wait_for_parent_calls(tmp_path: Path) -> None:

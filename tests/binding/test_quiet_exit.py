@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -179,6 +180,67 @@ def stderr_of(folder: Path, end: str) -> str:
     command = [sys.executable, "-W", "ignore::DeprecationWarning", str(program)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     return done.stderr if done.returncode == (1 if "1 / 0" in ENDS[end] else 0) else f"{done.returncode}: {done.stderr}"
+
+
+def ended(folder: Path, source: str) -> subprocess.CompletedProcess[str]:
+    """Run a program with the host library."""
+    program = folder / "program.py"
+    program.write_text(source)
+    environment = {**os.environ, "PYNCCL_LIBRARY": "host", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", str(program)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+OUTLIVED = """
+import os, socket, torch.distributed, pynccl
+held = socket.create_server(("127.0.0.1", 0))  # a free port, which shall stay free until the ranks need it
+os.environ.update(RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(held.getsockname()[1]))
+try: pynccl.init(timeout=1)
+except pynccl.NcclTimeout: print("no answer")  # torch waits for one, until the interpreter closes the socket
+"""
+
+
+def test_a_call_that_returns_while_the_interpreter_ends_does_not_abort_the_process(tmp_path: Path) -> None:
+    done = ended(tmp_path, OUTLIVED)
+    assert (done.returncode, done.stdout) == (0, "no answer\n"), done.stderr
+    assert "terminate called" not in done.stderr  # torch prints other lines
+
+
+ABORTED = """
+import ctypes, threading
+from pynccl.bindings import workers
+library = ctypes.CDLL("libstdc++.so.6")
+workers.LEFT_BEHIND_SECONDS = 0.1
+workers.WorkerCall(threading.Event().wait, "left behind")
+workers._end_left_behind()
+library._ZSt9terminatev()
+"""
+
+
+def test_an_abort_at_the_end_takes_place_a_little_later(tmp_path: Path) -> None:
+    assert ended(tmp_path, ABORTED).returncode == -signal.SIGABRT
+
+
+STANDING = """
+def threads(): return sorted(thread.name for thread in threading.enumerate() if thread is not threading.main_thread())
+assert threads() == []
+comm = one()
+comm.all_reduce(torch.ones(4), stream=pynccl.create_stream())
+work = ad.start(ad.all_reduce, torch.ones(4, requires_grad=True), comm, grad='sum')
+work.wait()
+for _ in range(3): comm.split(0)
+pair = pynccl.init_all(2)
+group()
+for _ in range(3): dist.all_reduce(torch.ones(4), async_op=True).wait()
+end = time.monotonic() + 60
+while len(threads()) > 2 and time.monotonic() < end: time.sleep(0.1)
+print(*threads(), sep=", ")
+"""
+
+
+def test_two_threads_stand_by_at_most(tmp_path: Path) -> None:
+    done = ended(tmp_path, PRELUDE + STANDING)
+    assert done.stdout == "pynccl watchdog, pynccl-host-store\n", (done.stdout, done.stderr)
 
 
 @pytest.mark.slow

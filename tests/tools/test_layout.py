@@ -24,8 +24,8 @@ ORDER: dict[str, str] = {
         interop.streams
         watch.layout watch.records watch.folder watch.frames watch.recorder
         watch.track watch.reader watch.formatting watch.job watch.graph
-        watch.findings watch.verdict watch.store watch.cross_node watch.diagnosis watch.exit_hooks
-        watch.watchdog
+        watch.findings watch.verdict watch.store watch.cross_node watch.diagnosis
+        watch.watchdog watch.exit_hooks
         comm.deadline comm.observers comm.scratch comm.base comm.call comm.consistency comm.redop comm.groups
         comm.argcheck comm.enqueue comm.collectives comm.collectives_v comm.memory comm.mempool comm.rma
         comm.plan comm.finalize comm.init comm.communicator comm.simulation

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from gate import Gate
 from stores import CountingStore
 
-from pynccl.watch import cross_node
+from pynccl.bindings import workers
+from pynccl.watch import cross_node, exit_hooks, recorder
 from pynccl.watch.cross_node import Exchange, trimmed
 from pynccl.watch.layout import CommEnd
 from pynccl.watch.records import DEAD, INSIDE, CallRecord, CommRecord, ProcessRecord, from_json, to_json
@@ -197,6 +198,15 @@ class HangingStore:
     def add(self, key: str, amount: int) -> int:
         self.go.wait(SOON)
         return self.store.add(key, amount)
+
+
+def test_lingering_is_part_of_the_end_of_the_process(monkeypatch: pytest.MonkeyPatch, own: recorder.Recorder) -> None:
+    monkeypatch.setattr(workers, "_exit", workers.Clock(0.1))
+    monkeypatch.setattr(exit_hooks, "_LINGER_SECONDS", 2 * SOON)
+    own.exchange, started = Exchange(dist.HashStore(), WORLD, 2), time.monotonic()
+    own.exchange.serves = True
+    exit_hooks._linger(own)  # nobody else ends
+    assert time.monotonic() - started < SOON
 
 
 def test_a_hanging_store_delays_no_rank_and_is_used_again_later(monkeypatch: pytest.MonkeyPatch) -> None:

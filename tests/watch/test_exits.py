@@ -8,7 +8,7 @@ from pathlib import Path
 from forks import Forks
 
 PROGRAM = """
-import json, multiprocessing, os, signal, sys, torch, torch.multiprocessing, pynccl
+import json, multiprocessing, os, signal, sys, torch, torch.multiprocessing, traceback, pynccl
 how, rank = sys.argv[1], int(os.environ["RANK"])
 
 def join():
@@ -18,6 +18,7 @@ def join():
 
 def raises(*_):
     join()
+    assert sys.version_info >= (3, 13) or traceback.print_exc.__code__.co_filename == traceback.__file__
     raise ValueError("no such file")  # raises
 
 if rank == 0:
