@@ -76,7 +76,7 @@ def new_finding(
     found = Finding(kind, priority, text, **rest)
     behind = graph.behind(points)
     found.waiting = len({id(point.group.members[rank].process) for point in behind for rank in point.waits})
-    found.age = max((point.age() for point in behind), default=0.0)
+    found.age = max((graph.ages[point] for point in points), default=0.0)
     found.comms = list(dict.fromkeys([*found.comms, *(point.group.uid for point in behind)]))
     found.lines = list(dict.fromkeys(line for site in sites if (line := line_of(site))))
     found.culprits = list(dict.fromkeys(found.culprits))

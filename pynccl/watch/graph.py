@@ -146,12 +146,18 @@ class WaitGraph:
         for point in self.points:
             for other in point.blocked_by:
                 self._dependents.setdefault(other, []).append(point)
+        self.ages: dict[SyncPoint, float] = {}  # for how long a rank has waited there, or somewhere behind
+        for age, oldest in sorted(((point.age(), point) for point in self.points), key=lambda pair: -pair[0]):
+            behind = [oldest]
+            for point in behind:
+                if point not in self.ages:
+                    self.ages[point] = age
+                    behind += point.blocked_by
 
     def stuck(self) -> list[SyncPoint]:
         """Return the sync points with missing ranks: those of communicator `uid` first, then the oldest."""
-        ages = {point: max(each.age() for each in self.behind([point])) for point in self.points if point.missing}
-        found = [point for point, age in ages.items() if age >= self.min_wait]
-        return sorted(found, key=lambda point: (point.group.uid != self.uid, -ages[point]))
+        found = [point for point in self.points if point.missing and self.ages[point] >= self.min_wait]
+        return sorted(found, key=lambda point: (point.group.uid != self.uid, -self.ages[point]))
 
     def behind(self, points: Sequence[SyncPoint]) -> list[SyncPoint]:
         """Return these sync points and all that wait for them."""

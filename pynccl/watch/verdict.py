@@ -279,8 +279,7 @@ def _find_stalled(graph: WaitGraph) -> Iterator[Finding]:
     shortest = max(graph.min_wait, _STALLED_SECONDS_OF_COMM if graph.uid else _STALLED_SECONDS)
     from_dumps = all(process.state == UNKNOWN for process in graph.job.processes)  # of jobs that had timed out
     for point in graph.points:
-        age = max(each.age() for each in graph.behind([point]))
-        if point.missing or point.blocked_by or age < shortest:
+        if point.missing or point.blocked_by or graph.ages[point] < shortest:
             continue
         if point.complete_since() >= shortest:
             yield _stalled(graph, point)
