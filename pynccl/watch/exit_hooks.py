@@ -7,13 +7,14 @@ records no end.
 from __future__ import annotations
 
 import atexit
+import builtins
 import contextlib
 import functools
 import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from ..bindings.errors import NcclError, outcome_of
@@ -113,7 +114,7 @@ def _how_process_ended(own: recorder.Recorder) -> Ending:
     error = getattr(sys, "last_value", None) or sys.exc_info()[1] or next(iter(_caught), None)
     if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
         return Ending(ProcessEnd.CLEAN, "exit")
-    chain = list(_origins(error))
+    chain = list(_origins(error)) or [error]
     if isinstance(error, SystemExit):  # of a handler, as launchers do
         if len(chain) == 1:
             code = error.code if isinstance(error.code, int) and abs(error.code) < 1 << 31 else 1
@@ -134,12 +135,21 @@ def _how_process_ended(own: recorder.Recorder) -> Ending:
     return Ending(ProcessEnd.EXCEPTION, text, site)
 
 
-def _origins(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield the exception, the one from which or during whose handling it was raised, and so on."""
-    seen: set[int] = set()
+def _origins(error: BaseException | None, known: Iterable[int] = ()) -> Iterator[BaseException]:
+    """Yield the exception, the one from which or during whose handling it was raised, and so on. In place of an
+    ExceptionGroup, as asyncio.TaskGroup raises, one in it: the first that no call has caused, else the first.
+
+    known  by id(), those that have been followed"""
+    seen = {*known}
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        yield error
+        if isinstance(error, getattr(builtins, "BaseExceptionGroup", ())):  # of Python >= 3.11
+            group: Any = error
+            chains = [list(_origins(each, seen)) for each in group.exceptions]
+            own = (chain for chain in chains if not any(isinstance(each, NcclError) for each in chain))
+            yield from next(own, chains[0])
+        else:
+            yield error
         error = error.__cause__ or error.__context__
 
 

@@ -45,6 +45,12 @@ PROGRAMS: dict[str, tuple[str, tuple[ProcessEnd, Outcome], Outcome, tuple[str, l
         Outcome.PEER_LOST,
         ("dead", [1]),
     ),
+    "an exception group of the error": (
+        DIES + "try: comm.all_reduce(x)\nexcept pynccl.NcclError as error: raise ExceptionGroup('tasks', [error])",
+        LOST,
+        Outcome.PEER_LOST,
+        ("dead", [1]),
+    ),
     "an error that has crossed C++": (
         DIES + "future = torch.futures.Future()\n"
         "def then(_): comm.all_reduce(x)\n"
