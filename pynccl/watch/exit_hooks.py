@@ -118,17 +118,18 @@ def _how_process_ended(own: recorder.Recorder) -> Ending:
     if isinstance(error, SystemExit):  # of a handler, as launchers do
         if len(chain) == 1:
             code = error.code if isinstance(error.code, int) and abs(error.code) < 1 << 31 else 1
-            return Ending(ProcessEnd.EXIT, f"exit({error.code!r})", code=code)
+            return Ending(ProcessEnd.EXIT, f"exit({_text(repr, error.code)})", code=code)
         chain = chain[1:]
     if isinstance(chain[0], NcclError) and chain[0]._closing:
         chain = [origin for origin in chain if not isinstance(origin, NcclError)] or chain
-    first = getattr(chain[0], "verdict", "") or str(chain[0]).strip().partition("\n")[0]
+    message = _text(str, chain[0])
+    first = getattr(chain[0], "verdict", "") or message.strip().partition("\n")[0]
     text, site = f"{type(chain[0]).__name__}{': ' if first else ''}{first}", _user_line(chain[0])
     of_call = next((origin for origin in chain if isinstance(origin, NcclError)), None)
     if of_call is not None:
         return Ending(ProcessEnd.CALL_FAILED, text, site, *outcome_of(of_call))
     crossed, outcome, code = own.last_failure
-    if crossed and crossed in str(chain[0]):
+    if crossed and crossed in message:
         return Ending(ProcessEnd.CALL_FAILED, text, site, outcome, code)
     if isinstance(chain[0], KeyboardInterrupt):
         return Ending(ProcessEnd.INTERRUPTED, text, site, code=signal.SIGINT)
@@ -151,6 +152,13 @@ def _origins(error: BaseException | None, known: Iterable[int] = ()) -> Iterator
         else:
             yield error
         error = error.__cause__ or error.__context__
+
+
+def _text(convert: Callable[[Any], str], value: Any) -> str:
+    """Return the text of a value of the program; "" if its class cannot say it."""
+    with contextlib.suppress(Exception):
+        return convert(value)
+    return ""
 
 
 def _user_line(error: BaseException) -> str:

@@ -67,6 +67,12 @@ PROGRAMS: dict[str, tuple[str, tuple[ProcessEnd, Outcome], Outcome, tuple[str, l
         Outcome.PENDING,
         ("dead", [0]),
     ),
+    "an own exception whose text raises": (
+        "class Own(Exception):\n    def __str__(self): raise ValueError\nif R == 0: raise Own\ncomm.all_reduce(x)",
+        (ProcessEnd.EXCEPTION, Outcome.PENDING),
+        Outcome.PENDING,
+        ("dead", [0]),
+    ),
     "an own exception, and destroy() in finally": (
         "try:\n"
         "    if R == 1: time.sleep(5)\n"
