@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, auto
 from typing import Any
@@ -89,7 +89,11 @@ def find_unavailable_ranks(graph: WaitGraph) -> Iterator[Finding]:
     """Yield the findings on dead and stopped processes, ended communicators and calls that raised."""
     found = [_find_dead(graph), _find_stopped(graph)]
     found += [_find_ended_comm(graph, point) for point in graph.stuck() if COMM_ENDED in point.missing.values()]
-    found += [_find_failure(graph, group) for group in graph.job.groups]
+    failed: dict[Group, dict[int, CallRecord]] = {}
+    for point in graph.points:
+        if point.failed:  # the first one explains the later ones
+            failed[point.group] = {**point.failed, **failed.get(point.group, {})}
+    found += [_find_failure(graph, group, failed.get(group, {})) for group in graph.job.groups]
     return (finding for finding in found if finding)
 
 
@@ -222,11 +226,13 @@ def _find_ended_comm(graph: WaitGraph, point: SyncPoint) -> Finding:
     )
 
 
-def _find_failure(graph: WaitGraph, group: Group) -> Finding | None:
-    """Find calls that raised on ranks that are alive, or have ended for another reason."""
+def _find_failure(graph: WaitGraph, group: Group, failed: Mapping[int, CallRecord]) -> Finding | None:
+    """Find calls that raised on ranks that are alive, or have ended for another reason.
+
+    failed  rank -> its call for which others wait, although the rank may have made others since"""
     rows = []
     for member in group.members.values():
-        last, process = member.comm.last(), member.process
+        last, process = failed.get(member.rank) or member.comm.last(), member.process
         elsewhere = process.gave_up or process.ending == ProcessEnd.KILLED  # it ended for another reason
         if last is not None and last.state == FAILED and (process.state != DEAD or (elsewhere and raised(last))):
             rows.append((member, last))

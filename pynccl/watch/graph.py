@@ -57,6 +57,7 @@ class SyncPoint:
 
     arrived     rank -> its call, for the ranks that have entered it; waiting: those of them that wait for it
     missing     rank -> reason, for the ranks that it needs and that have not entered it
+    failed      rank -> its call that raised, for the ranks that are missing because of it
     blocked_by  the sync points that must complete first, and why
     excluded    the ranks that a shrink excludes
     """
@@ -66,6 +67,7 @@ class SyncPoint:
     arrived: dict[int, CallRecord] = field(default_factory=dict)
     waits: dict[int, CallRecord] = field(default_factory=dict)
     missing: dict[int, str] = field(default_factory=dict)
+    failed: dict[int, CallRecord] = field(default_factory=dict)
     blocked_by: dict[SyncPoint, list[Dependency]] = field(default_factory=dict)
     excluded: set[int] = field(default_factory=set)
 
@@ -272,6 +274,8 @@ class WaitGraph:
                 continue
             elif why := self._why_missing(member, own):
                 point.missing[rank] = why
+                if why == FAILED and (cause := own or member.comm.last()) is not None:
+                    point.failed[rank] = cause
             elif own is not None:
                 point.arrived[rank] = own
         point.waits = {

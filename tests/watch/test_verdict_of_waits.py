@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from watched import NOW, Case, behind, call, comm, dp, failed, process
 
-from pynccl.bindings.errors import NcclTimeout
+from pynccl.bindings.errors import NcclInvalidArgument, NcclTimeout
 from pynccl.watch.records import COMPLETED, INSIDE, ISSUED, CommRecord, ProcessRecord
 from pynccl.watch.verdict import judge, render
 
@@ -29,6 +29,7 @@ def shrinking(rank: int) -> ProcessRecord:
     return process(rank, record)
 
 
+BAD = NcclInvalidArgument("no memory")
 POSTED = [process(0, comm(0, 2, [call(1, age=60)]), where="/m/data.py:9 load"), process(1, message(1, "recv"))]
 AWAITED = [POSTED[0], process(1, message(1, "recv", awaited_at=NOW - 3.5))]
 CASES = {
@@ -71,6 +72,14 @@ CASES = {
         ],
         "missing tp1: rank 5 never entered broadcast #1 (comm 'tp', 2 ranks, BFLOAT16 x 33,554,432, root 5); "
         "rank 3 has waited",
+    ),
+    "an error that only one rank has had and caught": Case(
+        [
+            process(0, comm(0, 2, [call(2), failed(BAD, 15, 3), call(4, state=INSIDE)], completed=2)),
+            process(1, comm(1, 2, [call(2), call(3, state=INSIDE)])),
+        ],
+        "failed tp0: rank 0's all_reduce #3 (comm 'tp', 2 ranks, BFLOAT16 x 33,554,432) raised NcclInvalidArgument: "
+        "no memory 15.0 s ago; rank 1 has waited 12.3 s there.",
     ),
     "grow": Case(
         [process(rank, comm(rank, 2, [call(0, "grow", INSIDE, entry=1)])) for rank in range(2)],
