@@ -121,11 +121,14 @@ def _find_dead(graph: WaitGraph) -> Finding | None:
     if not blamed:
         return None
     several = len({process.machine for process in blamed}) > 1
+    waited = {  # until they were killed
+        id(point.group.members[rank].process) for points in awaited.values() for point in points for rank in point.waits
+    }
 
-    def order(process: ProcessRecord) -> tuple[bool, bool, int, float]:
+    def order(process: ProcessRecord) -> tuple[bool, bool, bool, int, float]:
         # Clocks of two nodes are not comparable: there, the rank with the fewest calls counts as the first.
         made = sum(comm.entered for comm in process.comms) if several else 0
-        return process.gave_up, process.exited_cleanly, made, process.estimated_end
+        return process.gave_up, id(process) in waited, process.exited_cleanly, made, process.estimated_end
 
     first, *others = sorted(blamed, key=order)
     points = awaited.get(id(first), [])

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from watched import NOW, Case, behind, call, comm, dp, failed, process
+from watched import NOW, Case, behind, call, comm, dp, ended, failed, process
 
 from pynccl.bindings.errors import NcclInvalidArgument, NcclTimeout
+from pynccl.watch.layout import ProcessEnd
 from pynccl.watch.records import COMPLETED, INSIDE, ISSUED, CommRecord, ProcessRecord
 from pynccl.watch.verdict import judge, render
 
@@ -72,6 +73,14 @@ CASES = {
         ],
         "missing tp1: rank 5 never entered broadcast #1 (comm 'tp', 2 ranks, BFLOAT16 x 33,554,432, root 5); "
         "rank 3 has waited",
+    ),
+    "killed while they waited for a rank that had exited": Case(
+        [
+            process(0, comm(0, 2, [call(40), call(41, state=INSIDE)]), **ended(ProcessEnd.KILLED)),
+            process(1, comm(1, 2, [call(40, age=25)]), **ended(ProcessEnd.CLEAN), end_at=NOW - 22),
+        ],
+        "dead tp1: all 2 processes have ended: rank 1 exited by itself 22.0 s ago (the end of its program, or sys.exit); "
+        "rank 0 has waited 11.8 s for it in all_reduce #41",
     ),
     "an error that only one rank has had and caught": Case(
         [
