@@ -12,9 +12,11 @@ from ..bindings.abi import ELEMENTS
 from ..bindings.errors import Outcome, disagreement
 from .formatting import ago, at, call_site, call_text, clean, line_of
 from .graph import COMM_ENDED, SyncPoint, WaitGraph, raised
-from .job import MAX_LINES, Group, names_of
+from .job import MAX_LINES, Group, Member, names_of
 from .layout import ENDED_AS, ProcessEnd
 from .records import DEAD, FAILED, INSIDE, STOPPED, CallRecord, ProcessRecord
+
+_RECENT = 16  # of the calls of a communicator, those looked at for a failure after which the program went on
 
 
 class Priority(IntEnum):
@@ -125,10 +127,14 @@ def _find_dead(graph: WaitGraph) -> Finding | None:
         id(point.group.members[rank].process) for points in awaited.values() for point in points for rank in point.waits
     }
 
-    def order(process: ProcessRecord) -> tuple[bool, bool, bool, int, float]:
+    went_on = _went_on(graph)
+    replaced = {id(one) for one in blamed if _is_replaced(graph, one, awaited.get(id(one), []), went_on)}
+
+    def order(process: ProcessRecord) -> tuple[bool, bool, bool, bool, int, float]:
         # Clocks of two nodes are not comparable: there, the rank with the fewest calls counts as the first.
         made = sum(comm.entered for comm in process.comms) if several else 0
-        return process.gave_up, id(process) in waited, process.exited_cleanly, made, process.estimated_end
+        waits, clean = id(process) in waited, process.exited_cleanly
+        return id(process) in replaced, process.gave_up, waits, clean, made, process.estimated_end
 
     first, *others = sorted(blamed, key=order)
     points = awaited.get(id(first), [])
@@ -136,7 +142,7 @@ def _find_dead(graph: WaitGraph) -> Finding | None:
     every = f"all {len(ended):,} processes have ended: " if len(ended) == len(job.processes) > 1 else ""
     # Mismatched calls have priority over exits caused by NCCL's own errors.
     priority = Priority.ENDED_BY_NCCL if first.ending == ProcessEnd.CALL_FAILED else Priority.PROCESS_ENDED
-    priority = Priority.CONSEQUENCE if first.gave_up else priority
+    priority = Priority.CONSEQUENCE if first.gave_up or id(first) in replaced else priority
     member = job.member(first, group)
     details = [f"{job.name(first, group)}: {member.progress()}"] if member else []
     details += [f"also: {describe_end(graph, process)}" for process in others if not process.gave_up][:MAX_LINES]
@@ -152,6 +158,41 @@ def _find_dead(graph: WaitGraph) -> Finding | None:
         comms=[comm.uid for comm in first.comms],
         sites=[place for place in places if place][:1],
     )
+
+
+def _is_replaced(
+    graph: WaitGraph, process: ProcessRecord, points: Sequence[SyncPoint], went_on: Mapping[Member, set[str]]
+) -> bool:
+    """Return whether the others have gone on without a process that ended: all that waited for it at these points, or
+    that are alive and have not closed its communicator."""
+    if not went_on or any(call.state != FAILED for point in points for call in point.waits.values()):
+        return False
+    waited = {point.group.members[rank] for point in points for rank in point.waits}
+    uids, found = process.uids(), False
+    for place in graph.job.members.get(id(process), []):
+        for member in place.group.members.values():
+            goes_on = bool(went_on.get(member, set()) - uids)
+            stays = member in waited or (member.process.state != DEAD and not member.comm.ended)
+            if member.process is not process and stays and not goes_on:
+                return False
+            found = found or goes_on
+    return found
+
+
+def _went_on(graph: WaitGraph) -> dict[Member, set[str]]:
+    """Return the ranks that have failed because of others, or excluded some, and the uids of the communicators that
+    their processes have made since."""
+    found: dict[Member, set[str]] = {}
+    for members in graph.job.members.values():
+        newest = max(member.comm.made for member in members)
+        for member in (member for member in members if member.comm.made < newest):
+            own = member.comm
+            last = own.calls[-_RECENT:] if own.ended or own.excluded else []
+            left = [call.issued for call in last if call.operation == "shrink"]
+            since = min([*left, *(call.returned for call in last if call.gave_up)], default=0.0)
+            uids = {other.comm.uid for other in members if 0 < since < other.comm.made}
+            found |= {member: uids} if uids else {}
+    return found
 
 
 def describe_end(graph: WaitGraph, process: ProcessRecord, group: Group | None = None) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from watched import NOW, Case, behind, call, comm, dp, ended, failed, process
 
-from pynccl.bindings.errors import NcclInvalidArgument, NcclTimeout
-from pynccl.watch.layout import ProcessEnd
-from pynccl.watch.records import COMPLETED, INSIDE, ISSUED, CommRecord, ProcessRecord
+from pynccl.bindings.errors import NcclInvalidArgument, NcclRemoteError, NcclTimeout
+from pynccl.watch.layout import CommEnd, ProcessEnd
+from pynccl.watch.records import COMPLETED, INSIDE, ISSUED, CallRecord, CommRecord, ProcessRecord
 from pynccl.watch.verdict import judge, render
 
 
@@ -30,6 +32,13 @@ def shrinking(rank: int) -> ProcessRecord:
     return process(rank, record)
 
 
+def shrunk(rank: int, *calls: CallRecord) -> ProcessRecord:
+    old = comm(rank, 3, [failed(LOST, 90, 2), call(0, "shrink", age=85, entry=3)], excluded=[1], ended=CommEnd.ABORTED)
+    new = comm(rank // 2, 2, [call(1), *calls], uid="u-new", name="new", ranks=[0, 2], made=NOW - 84)
+    return process(rank, old, new)
+
+
+LOST = NcclRemoteError("lost rank 1")
 BAD = NcclInvalidArgument("no memory")
 POSTED = [process(0, comm(0, 2, [call(1, age=60)]), where="/m/data.py:9 load"), process(1, message(1, "recv"))]
 AWAITED = [POSTED[0], process(1, message(1, "recv", awaited_at=NOW - 3.5))]
@@ -74,13 +83,25 @@ CASES = {
         "missing tp1: rank 5 never entered broadcast #1 (comm 'tp', 2 ranks, BFLOAT16 x 33,554,432, root 5); "
         "rank 3 has waited",
     ),
+    "a rank that was killed, and that a shrink has excluded": Case(
+        [shrunk(0, call(2, state=INSIDE)), process(1, comm(1, 3), **ended(ProcessEnd.KILLED)), shrunk(2)],
+        "missing new1: rank 2 never entered all_reduce #2 (comm 'new', 2 ranks",
+    ),
+    "an exception long after such a shrink": Case(
+        [
+            replace(shrunk(0, failed(LOST, 2, 2)), **ended(LOST), end_at=NOW - 2),
+            process(1, comm(1, 3), **ended(ProcessEnd.KILLED), heartbeat=NOW - 95),
+            replace(shrunk(2), **ended(KeyError("x")), end_at=NOW - 3),
+        ],
+        "dead new1: all 3 processes have ended: rank 2 exited with KeyError 3.0 s ago",
+    ),
     "killed while they waited for a rank that had exited": Case(
         [
             process(0, comm(0, 2, [call(40), call(41, state=INSIDE)]), **ended(ProcessEnd.KILLED)),
             process(1, comm(1, 2, [call(40, age=25)]), **ended(ProcessEnd.CLEAN), end_at=NOW - 22),
         ],
-        "dead tp1: all 2 processes have ended: rank 1 exited by itself 22.0 s ago (the end of its program, or sys.exit); "
-        "rank 0 has waited 11.8 s for it in all_reduce #41",
+        "dead tp1: all 2 processes have ended: rank 1 exited by itself 22.0 s ago (the end of its program, or "
+        "sys.exit); rank 0 has waited 11.8 s for it in all_reduce #41",
     ),
     "an error that only one rank has had and caught": Case(
         [
