@@ -84,7 +84,7 @@ def at(site: str) -> str:
 
 def global_rank(rank: int, ranks: Sequence[int]) -> int:
     """Return the global rank of a rank of a communicator, for messages. ranks: of each of its ranks; (): unknown"""
-    return ranks[rank] if rank < len(ranks) else rank
+    return ranks[rank] if 0 <= rank < len(ranks) else rank
 
 
 def call_name(call: CallRecord, ranks: Sequence[int] = ()) -> str:

@@ -142,6 +142,11 @@ def test_an_error_that_the_program_caught_is_not_quoted_in_later_ones() -> None:
     assert "gave up" in caught(9, posted=True, awaited_at=NOW - 8)
 
 
+def test_a_damaged_record_of_a_signal_without_peer() -> None:
+    calls = [call(0, "signal", INSIDE, entry=1, age=60)]
+    assert "rank 0 in signal" in render(judge([process(0, comm(0, 2, calls)), process(1, comm(1, 2))]))
+
+
 def test_a_completed_posted_call_is_no_wait() -> None:
     record = message(1, "recv", awaited_at=NOW - 3)
     record.calls[-1].state = COMPLETED
