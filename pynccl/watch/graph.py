@@ -357,7 +357,8 @@ class WaitGraph:
         for member in group.members.values():
             for call in self._calls[member]:
                 half = MESSAGES.get(call.operation)
-                if not call.collective and call.state != ISSUED and half in (None, MESSAGES["signal"]):
+                known = half in (None, MESSAGES["signal"]) and call.state != ISSUED
+                if not call.collective and (known or (call.operation == "wait_signal" and call.peer < 0)):
                     found.setdefault(call.operation, {})[member.rank] = call
         for operation, calls in found.items():
             ranks, excluded = [*calls], set[int]()

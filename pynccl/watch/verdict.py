@@ -313,6 +313,8 @@ def _stalled(graph: WaitGraph, point: SyncPoint) -> Finding:
     others = group.members.keys() - point.arrived.keys() - point.excluded if point.collective else {point.call.peer}
     rest = "and no rank is missing" if point.complete() else f"which {group.names(others)} completed"
     causes = _CAUSES_OF_GROW if point.call.operation == "grow" else _POSSIBLE_CAUSES
+    if point.call.operation == "wait_signal" and point.call.peer < 0:
+        rest, causes = "which waits for several ranks", "one of them has not called signal or put_signal"
     if 0 < len(idle) < len(members):  # the kernel of these waits behind another one
         members, causes = idle, f"{names_of(idle)} issued it, and only the streams of the others have begun it"
     text = f"{group.names(point.arrived)} in {point.describe()}, {how}, {rest}: {causes}"

@@ -70,6 +70,11 @@ CASES = {
         [behind(0, 4), shrinking(1), shrinking(2), process(3, comm(3, 4, [call(1, age=60)]))],
         "missing tp3: rank 3 never entered shrink (comm 'tp', 4 ranks, train.py:5); 2 ranks have waited",
     ),
+    "a signal of one of several ranks": Case(
+        [process(0, comm(0, 3, [call(0, "wait_signal", INSIDE, entry=1)])), behind(1, 3, 0), behind(2, 3, 0)],
+        "stalled tp0: rank 0 in wait_signal (comm 'tp', 3 ranks), not done after 12.3 s, which waits for several "
+        "ranks: one of them has not called signal or put_signal.",
+    ),
     "a call that the last rank has just entered": Case(
         [process(rank, comm(rank, 2, [call(1, state=INSIDE, age=age)])) for rank, age in ((0, 60), (1, 0.5))],
         "running: no rank is stuck",
