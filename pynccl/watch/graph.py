@@ -55,7 +55,7 @@ class Dependency:
 class SyncPoint:
     """A call that needs several ranks: a collective, or a send and its recv.
 
-    arrived     rank -> its call, for the ranks that have entered it; waiting: those of them that wait for it
+    arrived     rank -> its call, for the ranks that have entered it; waits: those of them that wait for it
     missing     rank -> reason, for the ranks that it needs and that have not entered it
     failed      rank -> its call that raised, for the ranks that are missing because of it
     blocked_by  the sync points that must complete first, and why
@@ -260,11 +260,10 @@ class WaitGraph:
         calls: Mapping[int, CallRecord],
         passed: Callable[[Member], bool],
     ) -> SyncPoint | None:
-        """Return the sync point of these calls by rank; None if no rank waits there.
+        """Return the sync point of these calls by rank; None if no rank has entered it.
 
         needs   the ranks that it needs
-        passed  whether a rank whose call is not recorded has reached it nevertheless
-        """
+        passed  whether a rank whose call is not recorded has reached it nevertheless"""
         point = SyncPoint(group, CallRecord(0, 0, ""))
         for rank in needs:
             member, own = group.members.get(rank), calls.get(rank)
