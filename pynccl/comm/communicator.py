@@ -14,8 +14,6 @@ from ..bindings.structs import CommConfig
 from ..bindings.values import counted, integer, seconds, shown
 from ..interop.devices import device_ordinal
 from ..watch import watchdog
-from ..watch.frames import user_site
-from ..watch.layout import CommEnd
 from ..watch.recorder import recorder
 from ..watch.track import Identity, Track, uid_of
 from . import collectives, collectives_v, finalize as shutdown, init as creation, rma
@@ -242,8 +240,6 @@ class Communicator(Comm):
         Not collective, but each rank that will shrink() must call it. Raises NcclTimeout if the operations do not end
         in time."""
         self._status("ncclCommRevoke", 0)
-        if self._track is not None:
-            self._track.end(CommEnd.REVOKED, user_site())
         self._finalized = True  # nothing is left to flush, and ncclCommFinalize would fail
         # The revoke completes asynchronously; until then, shrink, split and destroy are invalid. The result code is
         # that of the operations in flight, not of the revoke: ignore it.

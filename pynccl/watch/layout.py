@@ -52,8 +52,7 @@ class CommEnd(IntEnum):
     ABORTED_BY_WATCHDOG = 3
     AT_EXIT = 4
     FORKED = 5
-    REVOKED = 6
-    NEVER_MADE = 7
+    NEVER_MADE = 6
 
 
 ENDED_AS = {  # for messages
@@ -63,7 +62,6 @@ ENDED_AS = {  # for messages
     CommEnd.ABORTED_BY_WATCHDOG: "aborted by the watchdog",
     CommEnd.AT_EXIT: "aborted at exit",
     CommEnd.FORKED: "inherited through a fork, where NCCL cannot work",
-    CommEnd.REVOKED: "revoked",
     CommEnd.NEVER_MADE: "never made",
 }
 

@@ -325,8 +325,7 @@ class Track:
         self.write("ended_site", site)
         self.comm_head.ended_at = now()
         self.comm_head.ended = how
-        if how != CommEnd.REVOKED:
-            self.recorder.release(self)
+        self.recorder.release(self)
 
 
 def _has_stream(source: Any, stream: int) -> bool:
