@@ -28,50 +28,41 @@ x = torch.ones(4)
 comm.all_reduce(x)
 """
 DIES = "if R == 1: os._exit(3)\n"
-LOST = (ProcessEnd.CALL_FAILED, Outcome.PEER_LOST)
+Expected = tuple[tuple[ProcessEnd, Outcome], Outcome, tuple[str, list[int]]]
+LOST: Expected = (ProcessEnd.CALL_FAILED, Outcome.PEER_LOST), Outcome.PEER_LOST, ("dead", [1])
+OWN: Expected = (ProcessEnd.EXCEPTION, Outcome.PENDING), Outcome.PENDING, ("dead", [0])
+DIFFER: Expected = (ProcessEnd.CALL_FAILED, Outcome.MISMATCH), Outcome.MISMATCH, ("mismatch", [0, 1])
 
 # Name -> (program of two ranks; how rank 0 ended; outcome of its last call; kind and culprits of the verdict)
 PROGRAMS: dict[str, tuple[str, tuple[ProcessEnd, Outcome], Outcome, tuple[str, list[int]]]] = {
-    "a lost peer": (DIES + "comm.all_reduce(x)", LOST, Outcome.PEER_LOST, ("dead", [1])),
+    "a lost peer": (DIES + "comm.all_reduce(x)", *LOST),
     "an exception raised from the error": (
         DIES + "try: comm.all_reduce(x)\nexcept pynccl.NcclError as error: raise KeyError('x') from error",
-        LOST,
-        Outcome.PEER_LOST,
-        ("dead", [1]),
+        *LOST,
     ),
     "an exception raised while the error is handled": (
         DIES + "try: comm.all_reduce(x)\nexcept pynccl.NcclError: raise KeyError('x')",
-        LOST,
-        Outcome.PEER_LOST,
-        ("dead", [1]),
+        *LOST,
     ),
     "an exception group of the error": (
         DIES + "try: comm.all_reduce(x)\nexcept pynccl.NcclError as error: raise ExceptionGroup('tasks', [error])",
-        LOST,
-        Outcome.PEER_LOST,
-        ("dead", [1]),
+        *LOST,
     ),
     "an error that has crossed C++": (
         DIES + "future = torch.futures.Future()\n"
         "def then(_): comm.all_reduce(x)\n"
         "after = future.then(then)\nfuture.set_result(1)\nafter.wait()",
-        LOST,
-        Outcome.PEER_LOST,
-        ("dead", [1]),
+        *LOST,
     ),
     "an own exception that sounds like others' fault": (
         "class RemoteTimeoutError(Exception): pass\n"
         "if R == 0: raise RemoteTimeoutError('lost rank 1: the ranks disagree')\n"
         "comm.all_reduce(x)",
-        (ProcessEnd.EXCEPTION, Outcome.PENDING),
-        Outcome.PENDING,
-        ("dead", [0]),
+        *OWN,
     ),
     "an own exception whose text raises": (
         "class Own(Exception):\n    def __str__(self): raise ValueError\nif R == 0: raise Own\ncomm.all_reduce(x)",
-        (ProcessEnd.EXCEPTION, Outcome.PENDING),
-        Outcome.PENDING,
-        ("dead", [0]),
+        *OWN,
     ),
     "an own exception, and destroy() in finally": (
         "try:\n"
@@ -110,17 +101,13 @@ PROGRAMS: dict[str, tuple[str, tuple[ProcessEnd, Outcome], Outcome, tuple[str, l
     ),
     "other calls": (
         "comm.all_reduce(x) if R == 0 else comm.all_gather(x)",
-        (ProcessEnd.CALL_FAILED, Outcome.MISMATCH),
-        Outcome.MISMATCH,
-        ("mismatch", [0, 1]),
+        *DIFFER,
     ),
     "other calls, compared": (
         "os.environ['PYNCCL_CHECK'] = '1'\n"
         "checked = comm.split(0)\n"
         "checked.all_reduce(x) if R == 0 else checked.all_gather(x)",
-        (ProcessEnd.CALL_FAILED, Outcome.MISMATCH),
-        Outcome.MISMATCH,
-        ("mismatch", [0, 1]),
+        *DIFFER,
     ),
     "abort() in another thread": (
         "if R == 0:\n"
