@@ -11,9 +11,10 @@ from typing import Any
 from ..bindings.abi import ELEMENTS
 from ..bindings.errors import Outcome, disagreement
 from .formatting import ago, at, call_site, call_text, clean, line_of
-from .graph import COMM_ENDED, SyncPoint, WaitGraph, raised
+from .graph import WaitGraph
 from .job import MAX_LINES, Group, Member, names_of
 from .layout import ENDED_AS, ProcessEnd
+from .points import COMM_ENDED, SyncPoint
 from .records import DEAD, FAILED, INSIDE, STOPPED, CallRecord, ProcessRecord
 
 _RECENT = 16  # of the calls of a communicator, those looked at for a failure after which the program went on
@@ -278,7 +279,7 @@ def _find_failure(graph: WaitGraph, group: Group, failed: Mapping[int, CallRecor
     for member in group.members.values():
         last, process = failed.get(member.rank) or member.comm.last(), member.process
         elsewhere = process.gave_up or process.ending == ProcessEnd.KILLED  # it ended for another reason
-        if last is not None and last.state == FAILED and (process.state != DEAD or (elsewhere and raised(last))):
+        if last is not None and last.state == FAILED and (process.state != DEAD or (elsewhere and last.is_cause)):
             rows.append((member, last))
     if not rows:
         return None

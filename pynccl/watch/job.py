@@ -262,10 +262,9 @@ def _vague(ended: CallRecord | ProcessRecord) -> bool:
 
 def _has_fallen(process: ProcessRecord) -> bool:
     ended = process.state == DEAD and process.ending != ProcessEnd.CALL_FAILED
-    failed = (comm.last() for comm in process.comms)
-    causes = (call for call in failed if call is not None and call.state == FAILED and not _vague(call))
-    by_itself = any(not call.gave_up and call.outcome != Outcome.ABORTED_BY_PROGRAM for call in causes)
-    return ended or by_itself or process.state == STOPPED
+    last = (comm.last() for comm in process.comms)
+    failed = any(call.is_cause and not _vague(call) for call in last if call is not None)
+    return ended or failed or process.state == STOPPED
 
 
 # Assign records to ranks

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..bindings.errors import Outcome
 from ..bindings.values import shown
-from .layout import CommEnd, ProcessEnd
+from .layout import VERSION, CommEnd, ProcessEnd
 
 # States of a call. INSIDE: its C function is not known to have returned. ISSUED: it has returned, and the call is on a
 # stream; or another thread than the program's is inside it. LAUNCHED: it has returned, and nothing tells whether its
@@ -95,6 +95,11 @@ class CallRecord:
     def gave_up(self) -> bool:
         """Whether it waited for other ranks until it failed because of them."""
         return self.outcome in WAITED
+
+    @property
+    def is_cause(self) -> bool:
+        """Whether it failed by itself: neither because of other ranks, nor since the program ended the communicator."""
+        return self.state == FAILED and not self.gave_up and self.outcome != Outcome.ABORTED_BY_PROGRAM
 
 
 @dataclass
@@ -230,7 +235,7 @@ class ProcessRecord:
 def to_json(record: ProcessRecord) -> dict[str, Any]:
     """Return plain values for json.dumps, without fields that have their default."""
     comms = [{**_changed(comm), "calls": [_changed(call) for call in comm.calls]} for comm in record.comms]
-    return {**_changed(record), "comms": comms}
+    return {"format": VERSION, **_changed(record), "comms": comms}
 
 
 def _changed(record: Any) -> dict[str, Any]:
@@ -244,6 +249,11 @@ def _changed(record: Any) -> dict[str, Any]:
 
 def from_json(values: Any) -> ProcessRecord:
     """Return the record that `to_json` converted. Anything else raises ValueError, which names the field."""
+    if isinstance(values, dict):
+        values = dict(values)
+        if (found := values.pop("format", "none")) != VERSION:
+            expected = f"and this pynccl reads {VERSION}; use the pynccl of the job"
+            raise ValueError(f"process: format {shown(found)}, {expected}")
     record: ProcessRecord = _checked(ProcessRecord, values, "process")
     for i, comm in enumerate(record.comms):
         if not 0 <= comm.rank < comm.size:

@@ -16,8 +16,9 @@ from typing import Any
 from ..bindings.errors import Outcome
 from .findings import Finding, Priority, describe_end, find_mismatches, find_unavailable_ranks, new_finding
 from .formatting import call_site, seconds
-from .graph import NO_RECORD, Dependency, SyncPoint, WaitGraph
+from .graph import WaitGraph
 from .job import MAX_LINES, Job, Member, names_of
+from .points import NO_RECORD, Dependency, SyncPoint
 from .records import DEAD, FAILED, UNKNOWN, ProcessRecord
 
 NOTHING_WRONG = ("running", "finished", "empty")

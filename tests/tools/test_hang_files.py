@@ -164,9 +164,19 @@ def test_any_value_in_any_field_is_used_or_reported(tmp_path: Path, printed: Pri
     assert reported > 4 * 4 * len(dataclasses.fields(KINDS[kind]))
 
 
-def test_a_record_of_another_version_names_what_it_does_not_know(tmp_path: Path, printed: Printed) -> None:
-    document = json.loads(Path(save_records(tmp_path / "a.json", missing(2))).read_text())
-    document["processes"][0] |= {"weight": 3, "comms": [{"ended": "destroyed"}]}
-    (tmp_path / "old.json").write_text(json.dumps(document))
-    assert run(str(tmp_path / "old.json")) == 2
-    assert "old.json: process has the fields ['weight']: not a record of this pynccl version" in printed()[1]
+def test_a_record_of_another_version_is_refused(tmp_path: Path, printed: Printed) -> None:
+    """Also one whose fields would be valid: it says in other words how a call and a process ended."""
+    text = Path(save_records(tmp_path / "a.json", missing(2))).read_text()
+    for change, problem in {
+        None: "old.json: process: format 'none', and this pynccl reads 8; use the pynccl of the job",
+        7: "old.json: process: format 7, and this pynccl reads 8; use the pynccl of the job",
+        8: "old.json: process has the fields ['weight']: not a record of this pynccl version",
+    }.items():
+        document = json.loads(text)
+        for one in document["processes"]:
+            del one["format"]
+            one |= {"weight": 3} if change == 8 else {"state": "dead", "end": "ValueError: no such file"}
+            one |= {} if change is None else {"format": change}
+        (tmp_path / "old.json").write_text(json.dumps(document))
+        assert run(str(tmp_path / "old.json")) == 2
+        assert problem in printed()[1]

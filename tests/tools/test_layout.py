@@ -23,7 +23,7 @@ ORDER: dict[str, str] = {
         interop.dlpack interop.tensors interop.handles interop.buffers interop.devices interop.events interop.keepalive
         interop.streams
         watch.layout watch.records watch.folder watch.frames watch.recorder
-        watch.track watch.reader watch.formatting watch.job watch.graph
+        watch.track watch.reader watch.formatting watch.job watch.points watch.graph
         watch.findings watch.verdict watch.store watch.cross_node watch.diagnosis
         watch.watchdog watch.exit_hooks
         comm.deadline comm.observers comm.scratch comm.base comm.call comm.consistency comm.redop comm.groups
