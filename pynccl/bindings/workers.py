@@ -26,6 +26,7 @@ T = TypeVar("T")
 GRACE_SECONDS = 0.5  # after the deadline, for a call that is about to raise a better error
 EXIT_SECONDS, FAILED_EXIT_SECONDS = 10.0, 3.0  # for the whole end of a process; if it ends with an exception
 LEFT_BEHIND_SECONDS = 1.0  # of these for the calls that outlived their deadlines
+_CHECK_SECONDS = 0.05  # between two calls of `check` during a wait
 _IDLE_SECONDS = 2.0  # then a worker that is not needed ends
 
 
@@ -132,12 +133,20 @@ class WorkerCall(Generic[T]):
         _until_exit.discard(self)
         self.done.set()
 
-    def result(self, limit: float, timeout_error: Callable[[], Exception]) -> T:
+    def result(
+        self, limit: float, timeout_error: Callable[[], Exception], check: Callable[[], object] | None = None
+    ) -> T:
         """Return the result of the call, or raise its exception.
 
-        After `limit` seconds, or at the end of the process, raise `timeout_error()`; the call goes on in its thread."""
-        if not self.done.wait(min(max(min(limit, _exit.left()), 0.0), threading.TIMEOUT_MAX)):
-            raise timeout_error()
+        After `limit` seconds, or at the end of the process, raise `timeout_error()`; the call goes on in its thread.
+
+        check  called now and then meanwhile, may raise too"""
+        clock, slice_ = Clock(limit), threading.TIMEOUT_MAX if check is None else _CHECK_SECONDS
+        while not self.done.wait(max(min(clock.left(), _exit.left(), slice_), 0.0)):
+            if min(clock.left(), _exit.left()) <= 0:
+                raise timeout_error()
+            if check is not None:
+                check()
         if self._error is not None:
             raise self._error
         return self._value

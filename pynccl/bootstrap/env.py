@@ -28,6 +28,7 @@ def init(
     config: CommConfig | None = None,
     timeout: float | None = DEFAULT_TIMEOUT,
     library: Library | None = None,
+    elastic: bool = False,
 ) -> Communicator:
     """Create the communicator of all ranks of a `torchrun` launch.
 
@@ -38,6 +39,7 @@ def init(
     timeout  seconds for everything together: connecting to the store at MASTER_ADDR:MASTER_PORT, waiting for the other
              ranks, and NCCL's init. An error is raised at most a second later; Ctrl-C interrupts at any time.
              None: no timeout.
+    elastic  True: the ranks can go on if some of them die: see `Communicator.survivors`
 
     Without torchrun, rank 0 serves the store: on the loopback interface only if MASTER_ADDR is 127.0.0.1, ::1 or
     localhost, on MASTER_ADDR only if that is an address of its node, otherwise on all interfaces.
@@ -54,7 +56,7 @@ def init(
     store, ranks = _store_of(env, clock), range(env.nranks)
     rendezvous = Rendezvous(store, env.rank, env.nranks, clock, _SERVER, _DUPLICATE_HINT, ranks=ranks)
     try:
-        return init_at("init", rendezvous, library, device, env.local_rank, config, env.serves)
+        return init_at("init", rendezvous, library, device, env.local_rank, config, env.serves, elastic=elastic)
     except Exception:
         if env.serves and env.nranks > 1:  # so that the other ranks can read the error
             atexit.unregister(_keep_store_alive)

@@ -61,11 +61,13 @@ def init_at(
     config: CommConfig | None,
     serves: bool = False,
     watch: bool = True,
+    elastic: bool = False,
 ) -> Communicator:
     """Run the rendezvous and create the communicator.
 
-    serves  this process serves the store, which ends with it
-    watch   use the store for hang diagnosis: blocked ranks exchange their positions through it"""
+    serves   this process serves the store, which ends with it
+    watch    use the store for hang diagnosis: blocked ranks exchange their positions through it
+    elastic  begin generation 0 with it: see generation.py"""
     try:
         setup = prepare(operation, library, device, local_rank, rendezvous.rank, config)
     except BaseException as error:
@@ -75,12 +77,20 @@ def init_at(
     try:
         with _joined(rendezvous, setup.identity, config) as (track, identity):
             id_ = UniqueId.from_buffer_copy(identity)
+            launch = None
+            if elastic:
+                from .generation import Launch, Setup  # which few programs use
+
+                kept = Setup(setup.library, setup.ordinal, config, _timeout(clock), serves)
+                launch = Launch(rendezvous.store, rank, kept)
             handle = comm_init_rank(setup.library, nranks, [id_], rank, setup.ordinal, config, _left(clock))
     except _OF_OTHERS as error:
         raise error.with_traceback(None) from None
     comm = Communicator(handle, setup.library, _timeout(clock), config, track)
     if watch:
         watch_at(comm, rendezvous.store, serves)
+    if launch is not None:
+        launch.begin(comm, 0, range(nranks), "")
     return comm
 
 

@@ -46,6 +46,7 @@ def from_store(
     timeout: float | None = DEFAULT_TIMEOUT,
     library: Library | None = None,
     local_rank: int | None = None,
+    elastic: bool = False,
 ) -> Communicator:
     """Create the communicator of ranks 0..nranks-1 that share a torch.distributed store.
 
@@ -53,6 +54,8 @@ def from_store(
 
     timeout  seconds for the rendezvous and NCCL's init together; the store's own timeout is ignored. Store operations
              that block past the deadline are left running in a thread.
+    elastic  True: the ranks can go on if some of them die, but not the process that serves the store: see
+             `Communicator.survivors`
 
     Raises the same errors as `from_env`.
     """
@@ -60,7 +63,7 @@ def from_store(
     check_rank_of(rank, nranks, "from_store")
     methods(store, ("add", "get", "set", "check"), "from_store: store", "a torch.distributed store, such as TCPStore")
     rendezvous = Rendezvous(store, rank, nranks, clock, _SERVER, _DUPLICATE_HINT)
-    return init_at("from_store", rendezvous, library, device, local_rank, config)
+    return init_at("from_store", rendezvous, library, device, local_rank, config, elastic=elastic)
 
 
 # ---------------------------------------------------------------------------------------------- a process group

@@ -40,7 +40,7 @@ DEFAULT_TIMEOUT = 60.0  # seconds that creation and shutdown wait for the other 
 
 
 _PEER_ERRORS = (NcclRemoteError, NcclTimeout, NcclSystemError, NcclInternalError, NcclInvalidUsage)
-aborted_late: list[str] = []  # the reasons for the watchdog's last two aborts
+aborted_late: list[NcclError] = []  # the errors of the last communicator that another thread than the program's aborted
 _roots = count()
 
 
@@ -98,7 +98,8 @@ class Comm(Shared):
         self._dependents: tuple[Any, ...] = ()  # communicators destroyed before this one, or aborted with it
         self._attached: dict[type, Any] = {}  # what packages above this one keep for it, one object of each type
         self._end = ""  # "destroyed", "aborted", ...: for messages
-        self._late = ""  # why the watchdog aborted it; "": it did not
+        self._late: NcclError | None = None  # of its calls, once another thread than the program's has aborted it
+        self._generation: Any = None  # of an elastic communicator: it and all that were made from it
         self._call_timeout: float | None = None  # seconds a call may run before the watchdog aborts it
         self._scratch_memory: Scratch | None = None
         self._lineage = Lineage(self.rank, self.size, number=next(_roots))
@@ -178,18 +179,19 @@ class Comm(Shared):
         return f"{'.'.join(reversed(splits))} of {self.size}"
 
     def check_alive(self) -> None:
-        """Raise NcclInvalidUsage if it was destroyed or aborted, NcclTimeout if the watchdog aborted it."""
+        """Raise NcclInvalidUsage if it was destroyed or aborted, NcclTimeout if the watchdog aborted it, and
+        NcclRemoteError if its generation has ended."""
         if self._handle is None:
-            if self._late:
-                raise NcclTimeout(f"this communicator was aborted, since an earlier call timed out: {self._late}")
+            if self._late is not None:
+                raise reworded(self._late, f"this communicator was aborted: {self._late}")
             text = f"this communicator (rank {self.rank} of {self.size} on {self.device}) was {self._end}; "
             text += "make a new one with pynccl.init or pynccl.init_all"
             raise with_outcome(NcclInvalidUsage(text), Outcome.ABORTED_BY_PROGRAM)
 
     def _check_alive_after(self) -> None:
         """Raise as `check_alive` does, after a call: if the communicator was aborted, that has ended the call."""
-        if self._handle is None and self._late:
-            raise NcclTimeout(self._late)
+        if self._handle is None and self._late is not None:
+            raise reworded(self._late, str(self._late))
         self.check_alive()
 
     def async_error(self) -> Result:
@@ -318,7 +320,7 @@ def _explain_stream_error(error: BaseException) -> BaseException:
     if recorder is None or not isinstance(error, NcclError):
         return error
     if aborted_late and "was aborted" in str(error):
-        return NcclTimeout(aborted_late[-1])
+        return reworded(aborted_late[-1], str(aborted_late[-1]))
     tracks = [track for track in recorder.tracks if not track.explains]
     comms = [comm for track in tracks if (comm := track.comm()) is not None and comm.alive]
     for comm in comms:

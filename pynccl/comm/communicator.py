@@ -28,7 +28,7 @@ Self = TypeVar("Self", bound="Communicator")
 _MAX_DEVICES = 1 << 16
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_bootstrap: dict[str, Callable[..., Communicator]] = {}
+_bootstrap: dict[str, Callable[..., Any]] = {}
 
 
 def bootstrap(function: Function, name: str = "") -> Function:
@@ -193,6 +193,68 @@ class Communicator(Comm):
     shrink = creation.shrink
     grow_id = creation.grow_id
     grow = creation.grow
+
+    # Going on after a death: bootstrap/survivors.py
+
+    @property
+    def generation(self) -> int:
+        """How often the ranks of an elastic communicator have gone on without those that died: 0, 1, .."""
+        return 0 if self._generation is None else int(self._generation.number)
+
+    @property
+    def verdict(self) -> str:
+        """Who was lost before this generation, at which line and why, one rank per line; "" in generation 0."""
+        return "" if self._generation is None else str(self._generation.verdict)
+
+    def survivors(self, timeout: float | None = 30.0) -> Communicator:
+        """Return a new communicator of the ranks that are left, in the old order. This one must be elastic, as
+        `pynccl.init(elastic=True)` makes it.
+
+        Collective among those who come: call it where a call has raised NcclError because another rank died. All
+        communicators made from this one (by split, a mesh, a partition) end with it, on every rank: a rank that is
+        blocked in one of them, or uses it later, gets NcclRemoteError and comes too. Who comes within two thirds of the
+        timeout is in; nobody waits for ranks that are known to be dead. A second call returns the same communicator.
+
+        timeout  seconds for everything together, also if more ranks die meanwhile. None: no limit
+
+        Raises NcclRemoteError if the others went on without this rank, which came too late (it was stopped, say), or if
+        the store is gone; NcclTimeout if the others do not come, or if a CUDA graph that captured calls blocks the
+        abort; NcclInvalidUsage if the communicator is not elastic. `verdict` of the new one says who was lost."""
+        return _bootstrap["survivors"](self, timeout)
+
+    def commit(self, timeout: float | None = 30.0) -> None:
+        """Return once everything that was issued so far has run on every rank; raise if that fails on one.
+
+        Collective. Call it before `optimizer.step()`: on a GPU calls return before they run, and after an abort the
+        results are garbage. It waits for all streams of this rank's device, then for the other ranks.
+
+        Raises NcclRemoteError if a rank was lost, NcclTimeout after `timeout` seconds; then call `survivors`."""
+        _bootstrap["commit"](self, timeout)
+
+    def agree(self, step: int, timeout: float | None = 30.0) -> int:
+        """Return the largest `step` of all ranks, which pass their own: a rank can be a step ahead of one whose
+        `commit` has raised. `sync_state` then copies the state from a rank that has it. Collective; raises as `commit`
+        does."""
+        return int(_bootstrap["agree"](self, step, timeout))
+
+    def sync_state(self, *objects: Any, timeout: float | None = 600.0) -> None:
+        """Copy the state of these objects to the ranks that `agree` found to be behind, from one that has the newest
+        step. Does nothing if none is behind.
+
+        Collective: all ranks pass the same objects.
+
+        objects  torch tensors, or objects with state_dict() and load_state_dict(): modules, optimizers, schedulers
+
+        TypeError for another object, or for a tensor that is sharded (DTensor) or not dense. Raises as `commit` does.
+        """
+        _bootstrap["sync_state"](self, objects, timeout)
+
+    def check_generation(self) -> None:
+        """Raise NcclRemoteError if the other ranks have gone on without this one: ask the store now.
+
+        Not collective. Call it before an effect that must not come from a rank that was stopped and woke up, such as
+        moving a checkpoint into place. Does nothing if the communicator is not elastic."""
+        _bootstrap["check_generation"](self)
 
     # Communication: collectives.py, collectives_v.py, rma.py; plans: plan.py
 

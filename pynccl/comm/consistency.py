@@ -109,7 +109,7 @@ def exchange(texts: dict[Comm, str], streams: Iterable[int] = ()) -> dict[Comm, 
         remedy = "Compare the calls outside the capture, and capture with communicators made without PYNCCL_CHECK"
         check_not_capturing(comm.library, what, remedy, streams)
     try:
-        return _exchange(texts)
+        return all_gather_texts(texts)
     except NcclInvalidUsage as error:
         rows = [f"rank {comm.rank}: {text.replace(chr(0), ' at ')}" for comm, text in texts.items()]
         rows += ["another rank may be making a call that is not compared, such as shrink or grow"]
@@ -118,15 +118,16 @@ def exchange(texts: dict[Comm, str], streams: Iterable[int] = ()) -> dict[Comm, 
         raise reworded(error, disagreement(rows, about, lines=True)) from error
 
 
-def _exchange(texts: dict[Comm, str]) -> dict[Comm, list[str]]:
+def all_gather_texts(texts: dict[Comm, str]) -> dict[Comm, list[str]]:
+    """`exchange`, whatever the other ranks do: a text has up to 1,023 bytes. Up to "\\0" it names the call."""
     comms = list(texts)
     with locked(comms):  # until the result is read: barriers and comparisons of other threads use the same memory
         for comm in comms:
             comm.check_alive()
-        return dict(zip(comms, _all_gather_texts(comms, texts), strict=True))
+        return dict(zip(comms, _gather_texts(comms, texts), strict=True))
 
 
-def _all_gather_texts(comms: list[Comm], texts: dict[Comm, str]) -> list[list[str]]:
+def _gather_texts(comms: list[Comm], texts: dict[Comm, str]) -> list[list[str]]:
     """Return the texts of all ranks of each communicator. The caller holds their locks."""
     if not comms:
         return []

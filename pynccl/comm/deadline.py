@@ -19,15 +19,21 @@ _POLL_SECONDS = 0.001
 
 
 def call_with_deadline(
-    timeout: float | None, call: Callable[[], T], library: Library, what: str, undo: Callable[[], object] | None = None
+    timeout: float | None,
+    call: Callable[[], T],
+    library: Library,
+    what: str,
+    undo: Callable[[], object] | None = None,
+    check: Callable[[], object] | None = None,
 ) -> T:
     """Return `call()`, a C call into `library`; raise NcclTimeout after `timeout` seconds (None: no limit).
 
     The call runs in a worker thread, so that the main thread can react to signals. Without a deadline, or while the
     process ends by an earlier one, other threads than the main thread make it directly.
 
-    undo  called once the call has returned if this function raises without its result: nobody receives that"""
-    if ends_before(timeout) and threading.current_thread() is not threading.main_thread():
+    undo   called once the call has returned if this function raises without its result: nobody receives that
+    check  called now and then during the wait, may raise"""
+    if check is None and ends_before(timeout) and threading.current_thread() is not threading.main_thread():
         return call()
     clock = Clock(timeout)
 
@@ -48,7 +54,7 @@ def call_with_deadline(
         return value
 
     try:
-        return WorkerCall(run, what).result(clock.left(), timeout_error)
+        return WorkerCall(run, what).result(clock.left(), timeout_error, check)
     except BaseException:
         with lock:
             left = True

@@ -21,7 +21,7 @@ from ..bindings.abi import Result
 from ..bindings.errors import NcclError, NcclTimeout, reworded
 from ..bindings.library import Library, host_module
 from ..bindings.values import listed, seconds, shown
-from ..bindings.workers import begin_exit, call_at_exit, exit_left, keep_forever, prepare_exit
+from ..bindings.workers import WorkerCall, begin_exit, call_at_exit, exit_left, keep_forever, prepare_exit
 from ..watch import exit_hooks
 from ..watch.frames import user_site
 from ..watch.layout import ENDED_AS, CommEnd
@@ -128,11 +128,23 @@ def abort_late(self: Comm, text: str) -> None:
 
     The watchdog does not wait, since ncclCommAbort may wait for the kernel of another communicator, which the watchdog
     aborts next."""
-    self._late = text
+    self._late = NcclTimeout(text)
     if self._track is not None:
-        self._track.aborted_by_watchdog(NcclTimeout(text))
-    aborted_late[:] = [*aborted_late[-1:], text]
+        self._track.aborted_by_watchdog(self._late)
+    aborted_late[:] = [self._late]
     threading.Thread(target=partial(abort, [self]), name="pynccl abort", daemon=True).start()
+
+
+def revoke(comms: Iterable[Comm], library: Library, error: NcclError) -> WorkerCall[None]:
+    """Abort them as one group in the background: calls in progress raise this error, and so do later ones."""
+    released = []
+    for comm in comms:
+        if comm._handle is not None:
+            comm._late = error
+        if (one := release_handle(comm, CommEnd.REVOKED)) is not None:
+            released.append(one)
+    aborted_late[:] = [error]
+    return WorkerCall(partial(_abort_all, library, released), "abort")
 
 
 def release_handle(comm: Comm, end: CommEnd) -> ReleasedHandle | None:
@@ -237,6 +249,8 @@ def abort_released(library: Library, handles: list[ReleasedHandle], timeout: flo
 
 
 def _abort_all(library: Library, handles: list[ReleasedHandle]) -> None:
+    if not handles:
+        return
     try:
         if len(handles) == 1:
             library.check(library.ncclCommAbort(handles[0].handle), "ncclCommAbort")

@@ -135,7 +135,8 @@ def grow(
     self.check_alive()
     with self._lock, self._recorded("grow", weight=0, detail=f"nranks={nranks}"):
         handle = comm_grow(self.library, self.handle, nranks, identity, -1, self._own_ordinal(), struct, self.timeout)
-    return type(self)(handle, self.library, self.timeout, config or self._config, self._child(config, "grow", nranks))
+    made = type(self)(handle, self.library, self.timeout, config or self._config, self._child(config, "grow", nranks))
+    return _joined(made, self)
 
 
 def _derive(
@@ -158,7 +159,14 @@ def _derive(
     track = comm._child(config, operation, identity_key)
     if not handle:
         return None
-    return type(comm)(handle, comm.library, comm.timeout, config or comm._config, track)
+    return _joined(type(comm)(handle, comm.library, comm.timeout, config or comm._config, track), comm)
+
+
+def _joined(made: Self, parent: Self) -> Self:
+    """Return a communicator made from `parent`, which ends with its generation."""
+    if parent._generation is not None:
+        parent._generation.add(made)
+    return made
 
 
 # C calls that return handles
@@ -195,8 +203,9 @@ def comm_init_rank(
     ordinal: int | None,
     config: CommConfig | None,
     timeout: float | None,
+    check: Callable[[], object] | None = None,
 ) -> int:
-    """Call ncclCommInitRank, or its variant for a config or for several ids."""
+    """Call ncclCommInitRank, or its variant for a config or for several ids.   check: as in `call_with_deadline`"""
     struct = make_struct(config, library, "Communicator.init")
 
     def call(handle: Any) -> int:
@@ -207,7 +216,7 @@ def comm_init_rank(
             return int(library.ncclCommInitRank(handle, nranks, ids[0], rank))
         return int(library.ncclCommInitRankConfig(handle, nranks, ids[0], rank, struct))
 
-    return make(library, call, f"ncclCommInitRank(rank={rank}, nranks={nranks})", ordinal, timeout)
+    return make(library, call, f"ncclCommInitRank(rank={rank}, nranks={nranks})", ordinal, timeout, check=check)
 
 
 @contextlib.contextmanager
@@ -238,12 +247,19 @@ def recorded_init(
 
 
 def make(
-    library: Library, call: Callable[[Any], int], what: str, ordinal: int | None, timeout: float | None, parent: int = 0
+    library: Library,
+    call: Callable[[Any], int],
+    what: str,
+    ordinal: int | None,
+    timeout: float | None,
+    parent: int = 0,
+    check: Callable[[], object] | None = None,
 ) -> int:
     """Return the handle that `call(pointer to ncclComm_t)` fills in; 0 if it stays NULL.
 
     ordinal  CUDA device to make current during the call, in its thread
     parent   handle of the parent communicator; 0: none
+    check    as in `call_with_deadline`
     """
     handle = ctypes.c_void_p()
 
@@ -255,7 +271,7 @@ def make(
         if handle.value:
             library.ncclCommAbort(handle.value)
 
-    code = call_with_deadline(timeout, run, library, what, abort_new)
+    code = call_with_deadline(timeout, run, library, what, abort_new, check)
     if code == Result.IN_PROGRESS:
         code = _wait_for_new(library, handle, parent, timeout, what)
     library.check(code, what, parent or None)

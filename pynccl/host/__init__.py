@@ -38,6 +38,7 @@ from .stream import (
     end_wait,
     new_handle,
     stream_from_handle,
+    synchronize,
     waiting_for,
 )
 from .version import VERSION
@@ -60,6 +61,7 @@ __all__ = [
     "reason_of",
     "set_timeout",
     "stream_from_handle",
+    "synchronize",
     "take_exception",
     "waiting_for",
 ]

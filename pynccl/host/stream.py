@@ -295,6 +295,12 @@ def find(stream: _Stream | int | None) -> HostStream | None:
     return found
 
 
+def synchronize() -> None:
+    """Block until all work queued so far on any stream has run. Raise its first error, once."""
+    for done in [stream.record() for stream in list(_streams.values()) if not stream._closed]:
+        done.synchronize()
+
+
 def find_event(handle: int) -> HostEvent:
     """Return the event of a handle. Unknown handles raise HostFailure(ncclInvalidArgument)."""
     found = _events.get(handle)

@@ -42,6 +42,19 @@ def records(uid: str) -> list[ProcessRecord]:
     return found
 
 
+def ends(uid: str) -> dict[int, tuple[str, bool]]:
+    """Return how the processes of this node that were in the communicator have ended: process id -> the sentence, and
+    whether it came to the end of its program."""
+    from .findings import describe_end  # a slow import
+    from .graph import WaitGraph
+    from .job import Job
+
+    graph = WaitGraph(Job(records(uid)), 0.0, uid)
+    group = next((group for group in graph.job.groups if group.uid == uid), None)
+    ended = [process for process in graph.job.processes if process.state == DEAD]
+    return {process.pid: (describe_end(graph, process, group), process.exited_cleanly) for process in ended}
+
+
 def own_answer(uid: str, path: str) -> list[ProcessRecord]:
     """Return this process's answer to a query: its own record, from the file `path`, and those of processes on this
     node that cannot answer."""

@@ -53,6 +53,7 @@ class CommEnd(IntEnum):
     AT_EXIT = 4
     FORKED = 5
     NEVER_MADE = 6
+    REVOKED = 7
 
 
 ENDED_AS = {  # for messages
@@ -63,6 +64,7 @@ ENDED_AS = {  # for messages
     CommEnd.AT_EXIT: "aborted at exit",
     CommEnd.FORKED: "inherited through a fork, where NCCL cannot work",
     CommEnd.NEVER_MADE: "never made",
+    CommEnd.REVOKED: "revoked",
 }
 
 

@@ -60,6 +60,9 @@ class Prefixed(NamedTuple):
     def check(self, keys: list[str]) -> bool:
         return bool(self.underlying_store.check([self.prefix + key for key in keys]))
 
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        return bytes(self.underlying_store.compare_set(self.prefix + key, expected, value))
+
     def append(self, key: str, value: str) -> None:
         self.underlying_store.append(self.prefix + key, value)
 
@@ -72,6 +75,7 @@ class Prefixed(NamedTuple):
 
 class StoreClient:
     """A client of a store whose operations have a timeout. `reason`: why the last one failed; "" if it succeeded.
+    `closed`: no further one will be made, after an error or `close()`.
 
     It clones the store if it can, to have its own connection: a TCPStore client runs one operation at a time, and the
     user's may wait for minutes. While an operation is overdue, no other starts. After an error, such as a closed
@@ -83,14 +87,14 @@ class StoreClient:
         self._clone: Any = None
         self._lock = threading.Lock()
         self._helper = QueryWorker()
-        self._closed = False
+        self.closed = False
 
     def run(self, calls: Callable[[Any], T], default: T) -> T:
         """Return `calls(store)`; if the store is unreachable, return `default` within about two seconds."""
         if not self._lock.acquire(timeout=OPERATION_SECONDS):
             return default
         try:
-            if not self._closed:
+            if not self.closed:
                 result = self._helper.query(lambda: calls(self._connection()), OPERATION_SECONDS)
                 self.reason = ""
                 return result
@@ -98,14 +102,14 @@ class StoreClient:
             self.reason = f"{self._name()} did not answer within {OPERATION_SECONDS:g} s"
         except Exception as error:  # from torch, or from a store class of the user
             first = (str(error).strip() or type(error).__name__).splitlines()[0]
-            self.reason, self._closed = f"{self._name()} is unreachable: {first}", True
+            self.reason, self.closed = f"{self._name()} is unreachable: {first}", True
         finally:
             self._lock.release()
         return default
 
     def close(self) -> None:
         """Refuse further operations. Return once the current one has ended or bindings/workers.py has abandoned it."""
-        self._closed, self.reason = True, self.reason or "this process is ending"
+        self.closed, self.reason = True, self.reason or "this process is ending"
         if self._lock.acquire(timeout=exit_left(OPERATION_SECONDS + GRACE_SECONDS)):
             self._lock.release()
 
