@@ -20,19 +20,20 @@ STEPS, DEATH = 6, 3
 
 
 def main(comm: pynccl.Communicator) -> str:
-    size, step, sums = comm.size, 0, dict[int, float]()
+    size, step, agreed, sums = comm.size, 0, True, dict[int, float]()
     while step < STEPS:
         try:
+            if not agreed:
+                step, agreed = comm.agree(step), True
             if step == DEATH and comm.generation == 0 and comm.rank == size - 1 > 0:
                 os._exit(0)
             total = comm.all_reduce(torch.full((4,), float(10**comm.rank), device=comm.device))
             comm.commit()  # it has run on all ranks, or this raises
             sums[step], step = total[0].item(), step + 1
         except pynccl.NcclError as error:
-            comm = comm.survivors()
+            comm, agreed = comm.survivors(), False
             if comm.rank == 0:
                 print(f"{type(error).__name__} in step {step}: {comm.verdict}")
-            step = comm.agree(step)
     with comm:
         full, reduced = (float("1" * n) for n in (size, max(size - 1, 1)))
         if list(sums.values()) != [full] * DEATH + [reduced] * (STEPS - DEATH):
