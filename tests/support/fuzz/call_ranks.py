@@ -248,8 +248,8 @@ def short(x: Any) -> str:
 # ------------------------------------------------------------------------------------------------------ judging errors
 
 REMEDY = re.compile(
-    r"expected|\bbut\b|got |\bpass\b|must|\bneeds?\b|make |\buse\b|convert|view it|move|\bset\b|pad it|call |leave it"
-    r"|give|install|run with|not divisible|is no |after|belongs|counts say",
+    r"expected|\bbut\b|got |\bpass\b|must|\bneeds?\b|make |create |\buse\b|convert|view it|move|\bset\b|pad it|call "
+    r"|leave it|give|install|run with|not divisible|is no |after|belongs|counts say",
 )
 KINDS = (TypeError, ValueError, NotImplementedError, pynccl.NcclError)
 
