@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import inspect
 import numbers
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, ParamSpec, TypeVar
 
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pynccl import Communicator, RedOp
-from pynccl.bindings.values import attribute, instance, shown
+from pynccl.bindings.values import as_int as plain_int, attribute, instance, shown
 
 from .torch_internals import dispatch_modes, is_traced, is_zero_tensor, transforms_active
 from .wire import NCCL_DTYPES, REAL_OF, Splits, is_paired
@@ -291,15 +290,8 @@ def as_list(value: Any) -> list[Any] | None:
 
 
 def as_int(value: Any) -> Any:
-    """Return `value` as an int if it is an integer of any library, else None. Symbolic sizes are returned unchanged."""
-    if type(value) is int or isinstance(value, torch.SymInt):
-        return value
-    if value is None or isinstance(value, (bool, str, tuple, list)) or attribute(value, "dtype") is torch.bool:
-        return None
-    try:
-        return operator.index(value)
-    except Exception:  # a user-defined __index__ may raise anything
-        return None
+    """As pynccl's as_int; symbolic sizes are returned unchanged."""
+    return value if isinstance(value, torch.SymInt) else plain_int(value)
 
 
 def check_dim(operation: str, x: Tensor, dim: Any, name: str = "dim") -> int:

@@ -88,12 +88,12 @@ class VocabParallelEmbedding(_VocabParallel):
         super().__init__()
         self._set_sizes(num_embeddings, embedding_dim, comm)
         padding = None if padding_idx is None else as_int(padding_idx)
-        if padding_idx is not None and (padding is None or not -num_embeddings <= padding < num_embeddings):
+        if padding_idx is not None and (padding is None or not -self.num_embeddings <= padding < self.num_embeddings):
             raise ValueError(
                 f"VocabParallelEmbedding: padding_idx is {shown(padding_idx)}, expected the index of one of the "
-                f"{num_embeddings} rows, or None"
+                f"{self.num_embeddings} rows, or None"
             )
-        self.padding_idx = None if padding is None else int(padding % num_embeddings)
+        self.padding_idx = None if padding is None else int(padding % self.num_embeddings)
         self.sequence_parallel, self.reduce_dtype = sequence_parallel, reduce_dtype
         self.seq_dim = checked_seq_dim(type(self).__name__, seq_dim)
         self._make_parameters(False, device, dtype)
