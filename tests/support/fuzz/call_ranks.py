@@ -203,6 +203,8 @@ def must_raise(drawn: Plan, args: Arguments, ranks: int) -> str:
                 return f"{role} is {name}, which NCCL cannot take"
         elif kind in BUFFER_KINDS:
             tensor = isinstance(name, str) and name.startswith(("torch.tensor", "np.array", "memory"))
+            tensors = kind == "tensor" and isinstance(args[role], (list, tuple))  # a list of tensors, also of none
+            tensor = tensor or (tensors and all(isinstance(one, Tensor) for one in args[role]))
             if not tensor and not (name == "None" and kind == "recv"):
                 return f"{role} is {name}, which is not a buffer"
         elif name in ("destroyed comm", "aborted comm") and kind in ("self", "ad comm"):
