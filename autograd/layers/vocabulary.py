@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from pynccl import Communicator
 from pynccl.bindings.values import instance, integer, shown
 
-from ..arguments import as_int, check_call, check_comm, check_dim, check_splits, check_type, checked
+from ..arguments import as_int, check_call, check_comm, check_dense, check_dim, check_splits, check_type, checked
 from ..ops.all_gather import all_gather, reduce_scatter
 from ..ops.all_reduce import all_reduce, copy
 from ..wire import Dtype
@@ -300,8 +300,10 @@ def _check_loss(
     """Check the arguments, and return `splits` as a checked sequence, or None."""
     check_comm(name, comm, logits=logits, target=target)
     splits = check_splits(name, splits, comm)
-    if not isinstance(logits, Tensor) or not logits.is_floating_point() or not logits.dim() or logits.is_sparse:
+    if not isinstance(logits, Tensor) or not logits.is_floating_point() or not logits.dim():
         raise TypeError(f"{name}: logits is {_describe(logits)}, expected a floating-point tensor [.., V_r]")
+    if not torch.compiler.is_compiling():
+        check_dense(name, logits, "logits")
     columns = logits.shape[-1]
     if splits is not None and columns != splits[comm.rank]:
         raise ValueError(
