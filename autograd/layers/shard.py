@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pynccl import Communicator
-from pynccl.bindings.values import INT_MAX, instance, listed, shown
+from pynccl.bindings.values import INT_MAX, instance, ordered, shown
 
 from ..arguments import as_int, as_list, check_comm, check_splits, check_type
 from ..ops.all_gather import all_gather
@@ -64,7 +64,7 @@ class Shard:
     ) -> None:
         Shard.exist = True
         check_comm("Shard", comm, dim=dim, shape=shape)
-        sizes = [checked_size("Shard: shape", size) for size in listed(shape, "Shard: shape", "a sequence of sizes")]
+        sizes = [checked_size("Shard: shape", size) for size in ordered(shape, "Shard: shape", "a sequence of sizes")]
         check_type("Shard: partial", "bool", partial)
         check_type("Shard: transposed", "bool", transposed)
         self.comm, self.dim, self.shape, self.partial = comm, dim, tuple(sizes), partial

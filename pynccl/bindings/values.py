@@ -74,6 +74,13 @@ def methods(value: Any, needed: Iterable[str], name: str, expected: str) -> None
         raise TypeError(f"{name} is {shown(value)}, which has no {', '.join(missing)}; expected {expected}")
 
 
+def ordered(values: Any, name: str, expected: str) -> list[Any]:
+    """As `listed`, but a set raises too: it loses equal elements, and its order may differ between ranks."""
+    if isinstance(values, (set, frozenset)):
+        raise TypeError(f"{name} is {shown(values)}, expected {expected}")
+    return listed(values, name, expected)
+
+
 def listed(values: Any, name: str, expected: str) -> list[Any]:
     """Return `values` as a list. Raises TypeError unless it is iterable and not a string, bytes or dict."""
     try:
@@ -142,8 +149,8 @@ def integer(value: Any, name: str, low: int = 0, high: int = INT_MAX, expected: 
 
 
 def integers(values: Any, name: str, expected: str, low: int = 0, high: int = INT_MAX) -> list[int]:
-    """Return `values` as ints in low..high. Raises TypeError if not iterable, ValueError for an invalid element."""
-    items = listed(values, name, expected)
+    """Return `values` as ints in low..high. Raises TypeError if not a sequence, ValueError for an invalid element."""
+    items = ordered(values, name, expected)
     try:
         return [integer(value, name, low, high) for value in items]
     except ValueError:

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from ..bindings.abi import ELEMENTS, ITEMSIZE, DataType
 from ..bindings.library import Library, chosen
 from ..bindings.resource import Resource, Shared
-from ..bindings.values import INT_MAX, as_int, integer, listed, shown
+from ..bindings.values import INT_MAX, as_int, integer, ordered, shown
 from ..interop.buffers import CPU as CPU_MEMORY, Adapter, Description, adapter, adapters, data_type
 from ..interop.devices import core_device, on_device
 from ..interop.dlpack import CPU, CUDA, export
@@ -121,9 +121,9 @@ def mem_alloc(
     library = chosen(library, "mem_alloc")
     kind = data_type(dtype, "mem_alloc: dtype")
     single, expected = as_int(shape), "an integer or a sequence of integers"
-    sizes = [single] if single is not None else list(map(as_int, listed(shape, "mem_alloc: shape", expected)))
+    sizes = [single] if single is not None else list(map(as_int, ordered(shape, "mem_alloc: shape", expected)))
     dims = tuple(size for size in sizes if size is not None)
-    if len(dims) < len(sizes) or isinstance(shape, (set, frozenset)):
+    if len(dims) < len(sizes):
         raise TypeError(f"mem_alloc: shape is {shown(shape)}, expected {expected}")
     if any(dim < 0 for dim in dims) or math.prod(dims) * ITEMSIZE[kind] > _MAX_BYTES:
         raise ValueError(f"mem_alloc: shape is {shown(shape)}, expected sizes >= 0, at most 2**63-1 bytes in total")
