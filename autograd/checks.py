@@ -51,8 +51,10 @@ def anchor(loss: Tensor, *outputs: Tensor) -> Tensor:
         check_dense("anchor", x, name)
         if has_no_values(x) != has_no_values(loss) and not dispatch_modes():
             raise TypeError(f"anchor: only one of {name} and loss is a meta or fake tensor, expected both or none")
-    if loss.is_floating_point() and loss.dtype.itemsize == 1:
-        raise TypeError(f"anchor: loss is {loss.dtype}, which has no addition; pass loss.float()")
+    if not (loss.is_floating_point() or loss.is_complex()) or loss.dtype.itemsize == 1:  # float8 has no addition
+        raise TypeError(
+            f"anchor: loss is {loss.dtype}, expected a dtype with gradients and addition, e.g. torch.float32"
+        )
     reached = [out for out in outputs if out.is_floating_point() or out.is_complex()]
     if not reached:
         return loss

@@ -42,6 +42,7 @@ class _VocabParallel(Sharded):
 
     def _set_sizes(self, num_embeddings: int, embedding_dim: int, comm: Communicator) -> None:
         check_comm(type(self).__name__, comm, num_embeddings=num_embeddings, embedding_dim=embedding_dim)
+        comm.check_alive()
         self.num_embeddings = checked_size(f"{type(self).__name__}: num_embeddings", num_embeddings)
         self.embedding_dim = checked_size(f"{type(self).__name__}: embedding_dim", embedding_dim)
         self.comm = comm

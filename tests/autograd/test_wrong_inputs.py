@@ -30,6 +30,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "send_recv": {"target": None, "source": None},
     "halo_exchange": {"dim": 0, "halo": (1, 1)},
 }
+LAYERS: list[Any] = [ad.ColumnParallelLinear, ad.RowParallelLinear, ad.VocabParallelEmbedding, ad.VocabParallelHead]
 BAD_INTEGERS: list[Any] = ["0", 1.5, True, torch.ones(2), object()]
 BAD_SIZES: list[Any] = [2, "22", [1.5, 2.5], [None, None], torch.ones(2), [True, True], [[1], [3]], [4], [-1, 5]]
 BAD_VALUES: dict[str, list[Any]] = {
@@ -105,6 +106,9 @@ def check_bad_values(comm: Communicator) -> None:
         for name, options in GOOD.items():
             with pytest.raises(pynccl.NcclInvalidUsage, match="was destroyed; make a new one"):
                 getattr(ad, name)(x, destroyed, **(options if name != "permute" else {"edges": [(0, 0)]}))
+        for layer in LAYERS:
+            with pytest.raises(pynccl.NcclInvalidUsage, match="was destroyed; make a new one"):
+                layer(4, 4, destroyed)
     comm.barrier()
 
 
@@ -138,7 +142,8 @@ def check_swapped_arguments(comm: Communicator) -> None:
         ),
         (lambda: any_of.anchor(x, torch.nested.nested_tensor([x])), "pass output.to_padded_tensor(0), or the tensors"),
         (lambda: any_of.anchor(x, x.to("meta")), "anchor: only one of output and loss is a meta or fake tensor, expe"),
-        (lambda: any_of.anchor(x.to(torch.float8_e4m3fn), x), "anchor: loss is torch.float8_e4m3fn, which has no add"),
+        (lambda: any_of.anchor(x.to(torch.float8_e4m3fn), x), "anchor: loss is torch.float8_e4m3fn, expected a dtype"),
+        (lambda: any_of.anchor(torch.tensor(1), x), "anchor: loss is torch.int64, expected a dtype with gradients and"),
         (
             lambda: any_of.vocab_parallel_cross_entropy(x.to_sparse_csr(), torch.ones(4, dtype=torch.int64), comm),
             "vocab_parallel_cross_entropy: logits is a sparse (torch.sparse_csr) tensor, expected a dense one; pass",
