@@ -38,7 +38,16 @@ def shrunk(rank: int, *calls: CallRecord) -> ProcessRecord:
     return process(rank, old, new)
 
 
+def killed_later(*calls: CallRecord, **more: object) -> list[ProcessRecord]:
+    """Rank 0 has made these calls on 'tp', where rank 1 was killed, and waits for rank 2 in 'dp' now."""
+    in_dp = dp(0, call(6, age=30), call(7, state=INSIDE))
+    first = process(0, comm(0, 3, [call(2, age=90), *calls], **more), in_dp)
+    second = process(1, comm(1, 3, [call(2, age=90)]), **ended(ProcessEnd.KILLED), heartbeat=NOW - 9)
+    return [first, second, process(2, comm(2, 3, ended=CommEnd.ABORTED), dp(1, call(6, age=30)))]
+
+
 LOST = NcclRemoteError("lost rank 1")
+TIMED_OUT = NcclTimeout("rank 1 waited 3 s")
 BAD = NcclInvalidArgument("no memory")
 POSTED = [process(0, comm(0, 2, [call(1, age=60)]), where="/m/data.py:9 load"), process(1, message(1, "recv"))]
 AWAITED = [POSTED[0], process(1, message(1, "recv", awaited_at=NOW - 3.5))]
@@ -92,6 +101,13 @@ CASES = {
         [shrunk(0, call(2, state=INSIDE)), process(1, comm(1, 3), **ended(ProcessEnd.KILLED)), shrunk(2)],
         "missing new1: rank 2 never entered all_reduce #2 (comm 'new', 2 ranks",
     ),
+    "a rank that was killed after another had caught a time-out there": Case(
+        killed_later(failed(TIMED_OUT, 60, 3)), "dead tp1: rank 1's process 1001 was killed"
+    ),
+    "a rank that was killed while another, which had excluded a third one, waits there": Case(
+        killed_later(call(0, "shrink", age=60, entry=3), call(3, state=INSIDE), excluded=[2]),
+        "dead tp1: rank 1's process 1001 was killed",
+    ),
     "an exception long after such a shrink": Case(
         [
             replace(shrunk(0, failed(LOST, 2, 2)), **ended(LOST), end_at=NOW - 2),
@@ -132,7 +148,7 @@ def test_the_verdict(name: str) -> None:
 def caught(age: float, uid: str = "", posted: bool = False, awaited_at: float = 0.0) -> str:
     """Return the verdict if rank 1 gave up in a recv of 'dp' 5 s ago, and waits in an all_reduce since `age`. Rank 0 is
     elsewhere."""
-    recv = failed(NcclTimeout("rank 1 waited 3 s"), 5, 0, "recv", peer=0, entry=2, posted=posted)
+    recv = failed(TIMED_OUT, 5, 0, "recv", peer=0, entry=2, posted=posted)
     in_call = comm(1, 2, [call(40, age=20), call(41, state=INSIDE, age=age)])
     first = process(0, *behind(0, 2).comms, dp(0, call(1, age=60)))
     return render(judge([first, process(1, in_call, dp(1, call(1, age=60), recv, awaited_at=awaited_at))], uid=uid))
