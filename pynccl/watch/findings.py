@@ -256,7 +256,9 @@ def _find_failure(graph: WaitGraph, group: Group, failed: Mapping[int, CallRecor
     for member in group.members.values():
         last, process = failed.get(member.rank) or member.comm.last(), member.process
         elsewhere = process.gave_up or process.ending == ProcessEnd.KILLED  # it ended for another reason
-        if last is not None and last.state == FAILED and (process.state != DEAD or (elsewhere and last.is_cause)):
+        if last is None or (member.revoked and last.gave_up):
+            continue
+        if last.state == FAILED and (process.state != DEAD or (elsewhere and last.is_cause)):
             rows.append((member, last))
     if not rows:
         return None

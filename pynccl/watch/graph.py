@@ -17,6 +17,7 @@ A sync point is a call that needs several ranks, here P and Q:
 A rank that has not reached P is missing there, for the first of these reasons that holds: its process is dead, is
 stopped, its call raised, it has closed the communicator, it has not entered P (if that is because it waits in Q, see
 W1, it is no cause), it has no record. A call that failed because of other ranks (records.WAITED) is a wait until then.
+A rank whose communicator was revoked has waited there until then, and is not missing.
 
 A cycle of sync points means that calls are crossed. Of the others, findings.py reports the first by Priority.
 """
@@ -86,21 +87,20 @@ class WaitGraph:
         """Return whether a rank has left a call behind and does something else: it waits there no more, and the call
         does not explain what happens now.
 
-        The call failed, or is a shrink, and the process has since made or called another communicator, none of the uids
-        `without`. To close one is not to go on: an exception does that too. In the errors of communicator `uid`, no
-        rank has gone on from there.
+        The call failed, or is a shrink, or the communicator was revoked, and the process has since made or called
+        another communicator, none of the uids `without`. To close one is not to go on: an exception does that too. In
+        the errors of communicator `uid`, no rank has gone on from there.
 
         call  if not given, the newest of the communicator that failed because of others, or is a shrink"""
-        own = member.comm
-        if call is None:
-            left = (one for one in reversed(own.calls) if one.gave_up or one.operation == "shrink")
-            call = next(left, None)
-        if call is None or self.uid == own.uid:
-            return False
+        own, since = member.comm, 0.0
+        call = call or next((one for one in reversed(own.calls) if one.gave_up or one.operation == "shrink"), None)
+        if member.revoked:
+            since = own.ended_at
+        elif call is not None:
+            since = call.returned if call.state == FAILED else call.issued if call.operation == "shrink" else 0.0
         others = [comm for comm in member.process.comms if comm.uid != own.uid and comm.uid not in without]
         used = [later.issued for comm in others for later in comm.calls if later.operation not in _CLOSING]
-        since = call.issued if call.operation == "shrink" else call.returned if call.state == FAILED else 0.0
-        return 0 < since < max([comm.made for comm in others] + used, default=0.0)
+        return self.uid != own.uid and 0 < since < max([comm.made for comm in others] + used, default=0.0)
 
     def caught(self, group: Group, *calls: Mapping[int, CallRecord]) -> bool:
         """Return whether the program has caught the errors of all these calls (by rank): the ranks live, and have gone
@@ -108,7 +108,8 @@ class WaitGraph:
         rows = [(group.members[rank], call) for by_rank in calls for rank, call in by_rank.items()]
         alive = self.uid != group.uid and all(member.process.state != DEAD for member, _ in rows)
         failed = alive and all(call.state == FAILED for _, call in rows)
-        return failed and all(member.comm.ended or self.went_on(member, call) for member, call in rows)
+        closed = {member for member, _ in rows if member.comm.ended and not member.revoked}
+        return failed and all(member in closed or self.went_on(member, call) for member, call in rows)
 
     def cycles(self) -> list[list[SyncPoint]]:
         """Return the cycles of sync points, each once and as short as possible; each point waits for the next one.
@@ -133,17 +134,19 @@ class WaitGraph:
 
     def _calls_of(self, member: Member) -> list[CallRecord]:
         """Return the calls that a rank has entered and not completed, and those in which it waited until it gave up."""
-        gave_up = [] if member.process.state != DEAD and self.went_on(member) else self._gave_up(member)
-        found = [] if self._ended(member) else member.pending
+        gone = member.process.state != DEAD and self.went_on(member)
+        gave_up = [] if gone else self._gave_up(member)
+        found = [] if self._ended(member) or (gone and member.revoked) else member.pending
         if self._left(member) and not self.post_mortem:  # calls on streams ended with it
             found = [call for call in found if call.state == INSIDE]
         return found + gave_up
 
     def _gave_up(self, member: Member) -> list[CallRecord]:
         """Return the calls in which a rank waited until they failed: the last one and the rest of its group, or all
-        that the watchdog aborted."""
+        that the watchdog or a revoke aborted."""
         calls, last = member.comm.calls, member.comm.last()
-        aborted = [call for call in calls if call.outcome == Outcome.ABORTED_BY_WATCHDOG]
+        how = Outcome.PEER_LOST if member.revoked else Outcome.ABORTED_BY_WATCHDOG
+        aborted = [call for call in calls if call.outcome == how]
         if aborted or last is None or not self._waited(last):
             return aborted
         if last.posted and not member.waits_for(last) and self.uid != member.group.uid and member.process.state != DEAD:
@@ -163,11 +166,13 @@ class WaitGraph:
         return process.state == DEAD and not process.gave_up and not with_all
 
     def _left(self, member: Member) -> bool:
-        """Return whether a rank has ended the communicator, other than because it gave up, there or elsewhere."""
+        """Return whether a rank has ended the communicator, other than because it gave up, there or elsewhere, or since
+        that was revoked."""
         last, ended = member.comm.last(), member.comm.ended
         if ended in (CommEnd.DESTROYED, CommEnd.ABORTED):
             return last is None or not self._waited(last)
-        return bool(ended) and ended != CommEnd.ABORTED_BY_WATCHDOG and not member.process.gave_up
+        waited = ended in (CommEnd.LIVE, CommEnd.ABORTED_BY_WATCHDOG, CommEnd.REVOKED)
+        return not waited and not member.process.gave_up
 
     # Sync points
 
@@ -216,14 +221,16 @@ class WaitGraph:
         return call.state == LAUNCHED and (self._left(member) or not call.collective or self._ended(member))
 
     def _why_missing(self, member: Member, call: CallRecord | None) -> str:
-        """Return why a rank is missing where it has made this call, or none; "" if it waits there."""
-        if call is not None and self._waited(call):
+        """Return why a rank is missing where it has made this call, or none; "" if it waits there, or is not needed."""
+        found = call or member.comm.last()
+        raised = found is not None and found.is_cause
+        if (call is not None and self._waited(call)) or (member.revoked and not raised):
             return ""
         if self._ended(member):
             return DEAD
         if member.process.state == STOPPED:
             return STOPPED
-        if (found := call or member.comm.last()) is not None and found.is_cause:
+        if raised:
             return FAILED
         if self._left(member):
             return COMM_ENDED

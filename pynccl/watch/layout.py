@@ -44,7 +44,8 @@ class ProcessEnd(IntEnum):
 
 
 class CommEnd(IntEnum):
-    """How a communicator ended."""
+    """How a communicator ended. REVOKED: a peer died, so all ranks ended the communicators of this generation, to meet
+    again and make new ones (not by ncclCommRevoke)."""
 
     LIVE = 0
     DESTROYED = 1
@@ -53,6 +54,7 @@ class CommEnd(IntEnum):
     AT_EXIT = 4
     FORKED = 5
     NEVER_MADE = 6
+    REVOKED = 7
 
 
 ENDED_AS = {  # for messages
@@ -63,6 +65,7 @@ ENDED_AS = {  # for messages
     CommEnd.AT_EXIT: "aborted at exit",
     CommEnd.FORKED: "inherited through a fork, where NCCL cannot work",
     CommEnd.NEVER_MADE: "never made",
+    CommEnd.REVOKED: "revoked",
 }
 
 
