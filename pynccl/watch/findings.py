@@ -161,15 +161,15 @@ def _find_dead(graph: WaitGraph) -> Finding | None:
 
 def _is_replaced(graph: WaitGraph, process: ProcessRecord, points: Sequence[SyncPoint]) -> bool:
     """Return whether the others have gone on without a process that ended: they have closed or shrunk its communicator,
-    and use others. That is all who waited for it at these points, or who are alive and have not closed it."""
+    and use others. That is all who gave up there, or who are alive and have not closed it; nobody waits at `points`."""
     if any(call.state != FAILED for point in points for call in point.waits.values()):
         return False
-    waited = {point.group.members[rank] for point in points for rank in point.waits}
     groups, uids = [member.group for member in graph.job.members.get(id(process), [])], process.uids()
     others = [member for group in groups for member in group.members.values() if member.process is not process]
     left = [member for member in others if member.comm.ended or member.comm.excluded]
     gone = {member for member in left if graph.went_on(member, without=uids)}
-    stay = {one for one in others if one in waited or (one.process.state != DEAD and not one.comm.ended)}
+    stay = {one for one in others if one.process.state != DEAD and not one.comm.ended}
+    stay |= {one for one in others if any(call.gave_up for call in one.comm.calls)}
     return bool(gone) and gone >= stay
 
 

@@ -117,6 +117,25 @@ CASES = {
         killed_later(call(0, "shrink", age=60, entry=3), call(3, state=INSIDE), excluded=[2]),
         "dead tp1: rank 1's process 1001 was killed",
     ),
+    "a rank that was killed just before others gave up, long after a shrink of all of them": Case(
+        [
+            process(
+                0,
+                comm(0, 3, [call(0, "shrink", age=60, entry=1)], excluded=[2], ended=CommEnd.AT_EXIT),
+                comm(0, 2, [failed(LOST, 2)], uid="u-s", name="s", ended=CommEnd.AT_EXIT),
+                dp(0, call(6, age=30)),
+                **ended(LOST),
+            ),
+            process(
+                1,
+                comm(1, 3, [call(0, "shrink", age=60, entry=1)], excluded=[2]),
+                comm(1, 2, [call(41, state=INSIDE)], uid="u-s", name="s"),
+                **ended(ProcessEnd.KILLED),
+                heartbeat=NOW - 3,
+            ),
+        ],
+        "dead tp1: all 2 processes have ended: rank 1's process 1001 was killed",
+    ),
     "an exception long after such a shrink": Case(
         [
             replace(shrunk(0, failed(LOST, 2, 2)), **ended(LOST), end_at=NOW - 2),
