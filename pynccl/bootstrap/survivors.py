@@ -9,6 +9,7 @@ open yet another generation.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
@@ -74,7 +75,9 @@ def survivors(comm: Communicator, timeout: float | None = 30.0) -> Communicator:
         newest = launch.newest
         made = newest.comm()
         if newest is not generation and made is not None and newest.ended is None and made.alive:
-            return made  # the other caller of this process has met them
+            with contextlib.suppress(NcclError):  # it has failed in turn: meet once more
+                newest.check()
+                return made  # the other caller of this process has met them
         number, members = newest.number, _Members(list(newest.members), {})
         why = newest.ended.verdict if newest.ended is not None else f"rank {launch.rank}: {why}"
         while True:
