@@ -69,8 +69,7 @@ def elastic(comm: Communicator, operation: str) -> Generation:
 @bootstrap
 def survivors(comm: Communicator, timeout: float | None = 30.0) -> Communicator:
     generation, clock = elastic(comm, "survivors"), Clock(timeout, "survivors: timeout")
-    launch, error = generation.launch, sys.exc_info()[1]
-    why = (getattr(error, "verdict", "") or first_line(error)) if error is not None else "survivors() was called"
+    launch = generation.launch
     with launch.meeting:
         newest = launch.newest
         made = newest.comm()
@@ -79,7 +78,7 @@ def survivors(comm: Communicator, timeout: float | None = 30.0) -> Communicator:
                 newest.check()
                 return made  # the other caller of this process has met them
         number, members = newest.number, _Members(list(newest.members), {})
-        why = newest.ended.verdict if newest.ended is not None else f"rank {launch.rank}: {why}"
+        why = newest.ended.verdict if newest.ended is not None else _why(launch, newest)
         while True:
             number += 1
             try:
@@ -87,6 +86,13 @@ def survivors(comm: Communicator, timeout: float | None = 30.0) -> Communicator:
                 return _make(launch, number, members, clock)
             except _NotMade as failure:
                 why = str(failure)
+
+
+def _why(launch: Launch, newest: Generation) -> str:
+    """Return why this rank opens the next generation: for messages."""
+    error = sys.exc_info()[1]  # survivors() is called where it is handled
+    known = getattr(error, "verdict", "") or next(iter(launch.gone(newest.members).values()), "")
+    return known or f"rank {launch.rank} called survivors()" + (f" after {first_line(error)}" if error else "")
 
 
 def _meet(newest: Generation, number: int, before: _Members, why: str, clock: Clock) -> _Members:
@@ -238,8 +244,8 @@ def check_generation(comm: Communicator) -> None:
     generation: Generation | None = comm._generation
     if generation is None:
         return
-    generation.check()
-    why = generation.launch.is_open(generation.number + 1, Clock(generation.launch.setup.timeout))
-    if why:
+    launch = generation.launch
+    if generation.ended is None and (why := launch.is_open(generation.number + 1, Clock(launch.setup.timeout))):
         generation.end(why)
+    if generation.ended is not None:
         generation.check()

@@ -155,6 +155,7 @@ def _derive(
         with comm._lock, comm._recorded(operation, weight=weight, detail=detail):
             handle = make(comm.library, call, what, comm._own_ordinal(), comm.timeout, comm.handle)
     except NcclError as error:
+        comm._check_alive_after()
         raise explained(error, comm._track) from None
     track = comm._child(config, operation, identity_key)
     if not handle:
