@@ -26,8 +26,9 @@ from ..comm.base import explained
 from ..comm.communicator import Communicator, bootstrap
 from ..comm.consistency import all_gather_texts
 from ..comm.init import comm_init_rank, get_unique_id, recorded_init
-from ..interop.devices import core_device, on_device
+from ..interop.devices import core_device
 from ..watch.formatting import ranks_text
+from ..watch.frames import call_site, called_from
 from ..watch.store import Prefixed, lines, read
 from ..watch.track import uid_of
 from .generation import Generation, Launch
@@ -198,33 +199,39 @@ def _failed(number: int, error: NcclError, clock: Clock) -> Exception:
 
 def in_time(generation: Generation, call: Callable[[], T], operation: str, clock: Clock) -> T:
     """Return `call()`, in which this rank waits for the others. NcclTimeout at the deadline; the call ends when the
-    generation does."""
+    generation does. Work issued before and in it has run."""
     generation.check()
-    comm = generation.comm()
+    comm, site = generation.comm(), call_site()
+    assert comm is not None  # the caller has it
 
     def late() -> NcclError:
         text = f"{operation}: not all ranks came within {clock.seconds()}\n  call survivors() to go on without them"
-        return explained(NcclTimeout(text), comm._track if comm is not None else None)
+        return explained(NcclTimeout(text), comm._track)
 
-    found = WorkerCall(call, operation).result(clock.left(), late, generation.check)
+    def run() -> T:
+        with called_from(site), comm._on_own_device():
+            _synchronize(comm)
+            generation.check()  # a stream goes on after an abort
+            found = call()
+            _synchronize(comm)
+            return found
+
+    found = WorkerCall(run, operation).result(clock.left(), late, generation.check)
     generation.check()
     return found
 
 
-@bootstrap
-def commit(comm: Communicator, timeout: float | None = 30.0) -> None:
-    generation, clock = elastic(comm, "commit"), Clock(timeout, "commit: timeout")
-    in_time(generation, partial(_commit, generation, comm), "commit", clock)
-
-
-def _commit(generation: Generation, comm: Communicator) -> None:
+def _synchronize(comm: Communicator) -> None:
+    """Block until everything issued so far on the device has run. Raise its first error."""
     if comm.library.is_host:
         host_module().synchronize()
     else:
-        with on_device(comm.ordinal):
-            core_device(comm.ordinal).sync()
-    generation.check()  # a stream goes on after an abort
-    comm.barrier()
+        core_device(comm.ordinal).sync()
+
+
+@bootstrap
+def commit(comm: Communicator, timeout: float | None = 30.0) -> None:
+    in_time(elastic(comm, "commit"), comm.barrier, "commit", Clock(timeout, "commit: timeout"))
 
 
 @bootstrap

@@ -104,7 +104,7 @@ def test_ranks_that_are_blocked_elsewhere_come_too(pool: RankPool, where: tuple[
     found = values(pool.outcomes(4, block_elsewhere, where), 3)
     assert [text for text, _, _ in found] == ["generation 0 has ended"] * 3
     assert [size for _, size, _ in found] == [3, 3, 3]
-    assert max(seconds for _, _, seconds in found) < 2.0
+    assert max(seconds for _, _, seconds in found) < 10.0  # a busy machine; the timeout is 30 s
 
 
 def block_elsewhere(place: Place, where: tuple[int, str]) -> Any:
