@@ -162,7 +162,6 @@ class Mesh(Shared):
         Raises NcclRemoteError, on all ranks, if no axis fits; `mesh.comm.survivors()` then returns the communicator of
         the ranks that are left. Otherwise raises as `Communicator.survivors` does."""
         comm = self.comm.survivors(timeout)
-        self._made.clear()
         left = set(comm._generation.members)
         lost = [rank for rank, member in enumerate(self.comm._generation.members) if member not in left]
         places = [self.coordinate_of(rank) for rank in lost]
