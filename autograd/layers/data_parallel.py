@@ -156,7 +156,7 @@ class DataParallelGradients(Shared):
                 "communicator on that device"
             )
         _check_same_options(comm, self._named, [], (False, *self._options))
-        with contextlib.suppress(NcclError):  # of the old communicator, which has ended
+        with contextlib.suppress(NcclError):  # of the old communicator, if it has ended
             self._abandon()
         self._buckets.clear()  # freed before the new ones are made
         for _, parameter in self._named:

@@ -25,7 +25,8 @@ def go_on(place: Place, port: int, steps: list[int], copied: int) -> tuple[int, 
 
     steps  of each rank, which are also the values of its state"""
     comm, step, copy = join(place, port), steps[place.rank], sync_state._copy
-    state, sent = [torch.full((3,), float(step)) for _ in range(2)], []
+    state = [torch.full((3,), float(step)) for _ in range(2)]
+    sent: list[Tensor] = []
 
     def copy_or_die(group: Communicator, one: Tensor) -> None:
         if place.rank == 1 and len(sent) == copied:
