@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 from ..bindings.errors import NcclError, NcclRemoteError, NcclTimeout, reworded
 from ..bindings.library import Library
 from ..bindings.structs import CommConfig
+from ..bindings.values import INT_MAX
 from ..bindings.workers import Clock, WorkerCall, ends_before
 from ..comm.communicator import Communicator
 from ..comm.finalize import graph_hint, revoke
@@ -54,10 +55,12 @@ class Launch:
 
     rank    of the launch
     uid     of its first communicator
-    newest  the last generation that this rank was in"""
+    newest  the last generation that this rank was in
+    whole   the newest step that its state can have: less than the program says if a sync_state has failed"""
 
     newest: Generation
     uid = ""
+    whole = INT_MAX
 
     def __init__(self, store: Any, rank: int, setup: Setup) -> None:
         self.store, self.rank, self.setup = store, rank, setup
@@ -142,12 +145,12 @@ class Generation:
     number   0, 1, ..; members: its ranks, in order
     verdict  who was lost before it, at which line, and why
     ended    the error of its calls once it has ended; None: it has not
-    agreed   by `agree`: the rank that has the newest step, and the ranks that are behind"""
+    agreed   by `agree`: the rank that has the newest step, the ranks that are behind, and this rank's step"""
 
     def __init__(self, launch: Launch, comm: Communicator, number: int, members: Sequence[int], verdict: str) -> None:
         self.launch, self.number, self.members, self.verdict = launch, number, tuple(members), verdict
         self.ended: NcclError | None = None
-        self.agreed: tuple[int, tuple[int, ...]] | None = None
+        self.agreed: tuple[int, tuple[int, ...], int] | None = None
         self.comm, self.comm_uid = weakref.ref(comm), comm.uid
         self._comms: weakref.WeakSet[Communicator] = weakref.WeakSet()
         self._lock = threading.Lock()

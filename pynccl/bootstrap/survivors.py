@@ -9,6 +9,7 @@ open yet another generation.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
@@ -74,7 +75,9 @@ def survivors(comm: Communicator, timeout: float | None = 30.0) -> Communicator:
         newest = launch.newest
         made = newest.comm()
         if newest is not generation and made is not None and newest.ended is None and made.alive:
-            return made  # the other caller of this process has met them
+            with contextlib.suppress(NcclError):  # it has failed in turn: meet once more
+                newest.check()
+                return made  # the other caller of this process has met them
         number, members = newest.number, _Members(list(newest.members), {})
         why = newest.ended.verdict if newest.ended is not None else _why(launch, newest)
         while True:
@@ -234,12 +237,20 @@ def commit(comm: Communicator, timeout: float | None = 30.0) -> None:
 @bootstrap
 def agree(comm: Communicator, step: int, timeout: float | None = 30.0) -> int:
     generation, clock = elastic(comm, "agree"), Clock(timeout, "agree: timeout")
-    number = integer(step, "agree: step", INT_MIN, INT_MAX)
+    launch = generation.launch
+    number = min(integer(step, "agree: step", INT_MIN, INT_MAX), launch.whole)
     rows = in_time(generation, lambda: all_gather_texts({comm: f"agree\0{number}"})[comm], "agree", clock)
     steps = [int(row.partition("\0")[2]) for row in rows]
     newest = max(steps)
     behind = tuple(rank for rank, other in enumerate(steps) if other < newest)
-    generation.agreed = steps.index(newest), behind
+    if comm.rank not in behind:
+        launch.whole = INT_MAX
+    if newest == INT_MIN:
+        raise RuntimeError(  # no NcclError, after which the program would call survivors() and go on
+            "agree: no rank has a whole state: the last one that had the newest died in sync_state\n"
+            "  load a checkpoint on all ranks, and call agree() again"
+        )
+    generation.agreed = steps.index(newest), behind, number
     return newest
 
 

@@ -12,9 +12,10 @@ from functools import partial
 from typing import Any
 
 from ..bindings.errors import NcclInvalidUsage
-from ..bindings.values import methods, shown, type_of
+from ..bindings.values import INT_MAX, INT_MIN, methods, shown, type_of
 from ..bindings.workers import Clock
 from ..comm.communicator import Communicator, bootstrap
+from .generation import Launch
 from .survivors import elastic, in_time
 
 
@@ -25,9 +26,11 @@ def sync_state(comm: Communicator, objects: Sequence[Any], timeout: float | None
         _check(one)
     if generation.agreed is None:
         raise NcclInvalidUsage("sync_state: call comm.agree(step) first: it finds who has the newest state")
-    source, behind = generation.agreed
+    source, behind, step = generation.agreed
+    if comm.rank in behind:
+        generation.launch.whole = step
     if behind:
-        in_time(generation, partial(_sync, comm, objects, source, behind), "sync_state", clock)
+        in_time(generation, partial(_sync, generation.launch, comm, objects, source, behind), "sync_state", clock)
 
 
 def _check(one: Any) -> None:
@@ -38,13 +41,15 @@ def _check(one: Any) -> None:
         methods(one, ("state_dict", "load_state_dict"), f"sync_state: {type_of(one)}", kinds)
 
 
-def _sync(comm: Communicator, objects: Sequence[Any], source: int, behind: Sequence[int]) -> None:
+def _sync(launch: Launch, comm: Communicator, objects: Sequence[Any], source: int, behind: Sequence[int]) -> None:
     takes_part = comm.rank == source or comm.rank in behind
     group = comm.split(0 if takes_part else None, int(comm.rank != source))  # the source becomes rank 0
     if group is not None:
         with group:
             for one in objects:
+                launch.whole = INT_MIN if group.rank else INT_MAX  # until all objects are copied
                 _copy(group, one)
+    launch.whole = INT_MAX
 
 
 def _copy(group: Communicator, one: Any) -> None:
