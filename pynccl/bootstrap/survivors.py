@@ -231,7 +231,7 @@ def agree(comm: Communicator, step: int, timeout: float | None = 30.0) -> int:
 
 
 @bootstrap
-def checkelastic(comm: Communicator) -> None:
+def check_generation(comm: Communicator) -> None:
     generation: Generation | None = comm._generation
     if generation is None:
         return
