@@ -9,6 +9,7 @@ open yet another generation.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
@@ -36,6 +37,7 @@ from .rendezvous import first_line
 T = TypeVar("T")
 
 SILENT_SECONDS = 5.0  # then a rank that has not noticed the next generation is not waited for
+_STREAMS_SECONDS = 1.0  # for the streams of the host library to end what was aborted
 _PAUSE_SECONDS, _PAUSE_PER_RANK = 0.005, 0.0002  # between two looks at the store
 
 
@@ -91,6 +93,9 @@ def _meet(newest: Generation, number: int, before: _Members, why: str, clock: Cl
     launch = newest.launch
     newest.end(launch.open(number, why, clock))
     newest.wait_for_end(clock)
+    if launch.setup.library.is_host:
+        with contextlib.suppress(NcclTimeout):  # of other communicators' operations
+            WorkerCall(_forget_errors, "streams").result(min(clock.left(), _STREAMS_SECONDS), NcclTimeout)
     launch.note(number, "came", str(launch.rank), clock)
     window, noted = clock.left() * 2 / 3, set[int]()
     keys, began = launch.prefix(number), Clock(None)
@@ -121,6 +126,17 @@ def _meet(newest: Generation, number: int, before: _Members, why: str, clock: Cl
         elif clock.left() <= 0:
             raise NcclTimeout(f"survivors: {ranks_text(waiting)} did not come within {clock.seconds()}")
         time.sleep(_PAUSE_SECONDS + _PAUSE_PER_RANK * len(before.ranks))
+
+
+def _forget_errors() -> None:
+    """Forget the errors of aborted operations on the host library's streams, as on a GPU, where a stream goes on after
+    an abort: commit would raise them in the next generation."""
+    while True:
+        try:
+            host_module().synchronize()
+            return
+        except NcclError:
+            continue
 
 
 def _close(store: Any, key: str, text: str) -> None:
