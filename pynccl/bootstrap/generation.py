@@ -54,14 +54,17 @@ class Launch:
 
     rank    of the launch
     uid     of its first communicator
-    newest  the last generation that this rank was in"""
+    newest  the last generation that this rank was in
+    behind  from `agree` until `sync_state` returns: the newest step, and the one that this rank's state is at"""
 
     newest: Generation
     uid = ""
+    behind: tuple[int, int] | None = None
 
     def __init__(self, store: Any, rank: int, setup: Setup) -> None:
         self.store, self.rank, self.setup = store, rank, setup
         self.meeting = threading.RLock()  # one thread at a time meets the other ranks
+        self.copying = threading.Lock()  # held while sync_state changes the state of this rank
         self._client = StoreClient(store)
         self._processes: dict[int, tuple[int, int]] = {}  # on this node: rank -> pid and start
         self._left: set[int] = set()  # ranks whose program has ended without an error

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -36,6 +37,7 @@ from .rendezvous import first_line
 
 T = TypeVar("T")
 
+TORN = INT_MIN  # the step of a rank whose state sync_state has copied in part
 SILENT_SECONDS = 5.0  # then a rank that has not noticed the next generation is not waited for
 _STREAMS_SECONDS = 1.0  # for the streams of the host library to end what was aborted
 _PAUSE_SECONDS, _PAUSE_PER_RANK = 0.005, 0.0002  # between two looks at the store
@@ -93,6 +95,9 @@ def _meet(newest: Generation, number: int, before: _Members, why: str, clock: Cl
     launch = newest.launch
     newest.end(launch.open(number, why, clock))
     newest.wait_for_end(clock)
+    if not launch.copying.acquire(timeout=min(max(clock.left(), 0.0), threading.TIMEOUT_MAX)):
+        raise NcclTimeout(f"survivors: sync_state's load_state_dict() has not returned for {clock.seconds()}")
+    launch.copying.release()
     if launch.setup.library.is_host:
         with contextlib.suppress(NcclTimeout):  # of other communicators' operations
             WorkerCall(_forget_errors, "streams").result(min(clock.left(), _STREAMS_SECONDS), NcclTimeout)
@@ -221,10 +226,11 @@ def in_time(generation: Generation, call: Callable[[], T], operation: str, clock
 @bootstrap
 def commit(comm: Communicator, timeout: float | None = 30.0) -> None:
     generation, clock = elastic(comm, "commit"), Clock(timeout, "commit: timeout")
-    in_time(generation, partial(_commit, generation, comm), "commit", clock)
+    in_time(generation, partial(settle, generation, comm), "commit", clock)
 
 
-def _commit(generation: Generation, comm: Communicator) -> None:
+def settle(generation: Generation, comm: Communicator) -> None:
+    """Wait for what this rank has issued, then for the other ranks."""
     if comm.library.is_host:
         host_module().synchronize()
     else:
@@ -237,12 +243,20 @@ def _commit(generation: Generation, comm: Communicator) -> None:
 @bootstrap
 def agree(comm: Communicator, step: int, timeout: float | None = 30.0) -> int:
     generation, clock = elastic(comm, "agree"), Clock(timeout, "agree: timeout")
-    number = integer(step, "agree: step", INT_MIN, INT_MAX)
+    number, launch = integer(step, "agree: step", TORN + 1, INT_MAX), generation.launch
+    if launch.behind is not None and number == launch.behind[0]:  # sync_state has not brought it there
+        number = launch.behind[1]
     rows = in_time(generation, lambda: all_gather_texts({comm: f"agree\0{number}"})[comm], "agree", clock)
     steps = [int(row.partition("\0")[2]) for row in rows]
     newest = max(steps)
+    if newest == TORN:
+        raise NcclRemoteError(
+            "agree: the ranks that had the newest state were lost while sync_state copied it, and no rank has a whole "
+            "one: load a checkpoint, and pass its step"
+        )
     behind = tuple(rank for rank, other in enumerate(steps) if other < newest)
     generation.agreed = steps.index(newest), behind
+    launch.behind = (newest, number) if number < newest else None
     return newest
 
 

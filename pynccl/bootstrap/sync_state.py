@@ -15,7 +15,8 @@ from ..bindings.errors import NcclInvalidUsage
 from ..bindings.values import methods, shown, type_of
 from ..bindings.workers import Clock
 from ..comm.communicator import Communicator, bootstrap
-from .survivors import elastic, in_time
+from .generation import Generation
+from .survivors import TORN, elastic, in_time, settle
 
 
 @bootstrap
@@ -27,7 +28,8 @@ def sync_state(comm: Communicator, objects: Sequence[Any], timeout: float | None
         raise NcclInvalidUsage("sync_state: call comm.agree(step) first: it finds who has the newest state")
     source, behind = generation.agreed
     if behind:
-        in_time(generation, partial(_sync, comm, objects, source, behind), "sync_state", clock)
+        in_time(generation, partial(_sync, generation, comm, objects, source, behind), "sync_state", clock)
+    generation.launch.behind = None
 
 
 def _check(one: Any) -> None:
@@ -38,13 +40,23 @@ def _check(one: Any) -> None:
         methods(one, ("state_dict", "load_state_dict"), f"sync_state: {type_of(one)}", kinds)
 
 
-def _sync(comm: Communicator, objects: Sequence[Any], source: int, behind: Sequence[int]) -> None:
+def _sync(
+    generation: Generation, comm: Communicator, objects: Sequence[Any], source: int, behind: Sequence[int]
+) -> None:
+    """Copy the objects. Until all ranks have them, `agree` takes a rank that is behind for one without a state."""
+    launch = generation.launch
     takes_part = comm.rank == source or comm.rank in behind
-    group = comm.split(0 if takes_part else None, int(comm.rank != source))  # the source becomes rank 0
-    if group is not None:
-        with group:
-            for one in objects:
-                _copy(group, one)
+    with launch.copying:
+        group = comm.split(0 if takes_part else None, int(comm.rank != source))  # the source becomes rank 0
+        if launch.behind is not None:
+            launch.behind = launch.behind[0], TORN
+        if group is not None:
+            with group:
+                for one in objects:
+                    _copy(group, one)
+        settle(generation, comm)
+        if launch.behind is not None:
+            launch.behind = launch.behind[0], launch.behind[0]
 
 
 def _copy(group: Communicator, one: Any) -> None:
