@@ -362,7 +362,8 @@ def main(job: Job) -> None:
         from pynccl.watch import folder
 
         node = os.uname().nodename
-        folder.machine = generation.machine = lambda: node  # type: ignore[assignment]
+        for module in (folder, generation):
+            vars(module)["machine"] = lambda: node
     Rank(job).run()
 
 
