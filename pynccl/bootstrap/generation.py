@@ -170,9 +170,13 @@ class Generation:
             comm.check_alive()
 
     def check(self) -> None:
-        """Raise if it has ended, or if a call on one of its communicators has failed."""
+        """Raise if it has ended."""
         if self.ended is not None:
             raise reworded(self.ended, str(self.ended))
+
+    def check_calls(self) -> None:
+        """Raise if it has ended, or if a call on one of its communicators has failed."""
+        self.check()
         for comm in list(self._comms):
             if comm.alive:
                 comm.check_async_error()

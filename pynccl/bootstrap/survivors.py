@@ -22,7 +22,7 @@ from ..bindings.abi import UniqueId
 from ..bindings.errors import NcclError, NcclInvalidUsage, NcclRemoteError, NcclTimeout
 from ..bindings.library import host_module
 from ..bindings.values import INT_MAX, INT_MIN, integer
-from ..bindings.workers import Clock, WorkerCall
+from ..bindings.workers import GRACE_SECONDS, Clock, WorkerCall
 from ..comm.base import explained
 from ..comm.communicator import Communicator, bootstrap
 from ..comm.consistency import all_gather_texts
@@ -211,14 +211,19 @@ def _failed(number: int, error: NcclError, clock: Clock) -> Exception:
 def in_time(generation: Generation, call: Callable[[], T], operation: str, clock: Clock) -> T:
     """Return `call()`, in which this rank waits for the others. NcclTimeout at the deadline; the call ends when the
     generation does."""
-    generation.check()
-    comm = generation.comm()
+    generation.check_calls()
+    comm, began = generation.comm(), Clock(None)
+
+    def check() -> None:
+        if began.waited() > GRACE_SECONDS:  # a rank may have left after its part, which this one is about to complete
+            generation.check_calls()
+        generation.check()
 
     def late() -> NcclError:
         text = f"{operation}: not all ranks came within {clock.seconds()}\n  call survivors() to go on without them"
         return explained(NcclTimeout(text), comm._track if comm is not None else None)
 
-    found = WorkerCall(call, operation).result(clock.left(), late, generation.check)
+    found = WorkerCall(call, operation).result(clock.left(), late, check)
     generation.check()
     return found
 
@@ -236,7 +241,7 @@ def settle(generation: Generation, comm: Communicator) -> None:
     else:
         with on_device(comm.ordinal):
             core_device(comm.ordinal).sync()
-    generation.check()  # a stream goes on after an abort
+    generation.check_calls()  # a stream goes on after an abort
     comm.barrier()
 
 
