@@ -88,10 +88,7 @@ def draw(seed: int, only: str = "", launcher: str = "") -> Job:
     transport = rng.choice(("auto", "sockets", "nodes") if launcher == "fork" else ("auto", "sockets"))
     size = min(size, 3) if launcher == "agents" else size
     extras = [each for each in ("overlap", "plan", "chain", "groups", "save") if rng.random() < 0.5]
-    away = {"overlap": "all_reduce"} if "overlap" in extras else {"all_reduce": "overlap"}
-    away = {**away, "between": "groups", "groups": "groups", "plan": "plan", "chain": "chain", "save": "save"}
-    possible = [place for place in elastic_job.PLACES[:10] if away.get(place, "compute") in ["compute", *extras]]
-    possible = [place for place in possible if place != ("all_reduce" if "overlap" in extras else "overlap")]
+    possible = [place for place, extra in elastic_job.STEP_PLACES.items() if extra in ("", *extras)]
     several = rng.random() < 0.4
     victims = rng.sample(range(size), rng.randint(1, size - 1) if several else 1)
     faults = []
@@ -99,7 +96,7 @@ def draw(seed: int, only: str = "", launcher: str = "") -> Job:
         kind = only or rng.choice(KINDS[1:] if number or rng.random() < 0.95 else KINDS[:1])
         place, visit = rng.choice(possible), rng.randint(1, steps - 1)
         if number and rng.random() < 0.6:  # while the first loss is handled
-            place, visit = rng.choice(elastic_job.PLACES[10:]), rng.randint(1, number)
+            place, visit = rng.choice(elastic_job.MEETING_PLACES), rng.randint(1, number)
         place = "commit" if kind == "impatient" else place
         visit = rng.randint(1, 2) if place in ("between", "save") else visit
         delay = rng.choice((0.0, 0.0, 0.002, 0.01, 0.03, 0.3)) if kind in ("kill", "stop", "os-exit") else 0.0
@@ -240,8 +237,14 @@ def _stale(logs: list[list[dict[str, Any]]]) -> str:
 
 
 def _innocent(job: Job, logs: list[list[dict[str, Any]]]) -> str:
-    """Return who is out without a fault. Only a stopped rank may be out."""
-    return ", ".join(f"rank {rank}" for rank, log in enumerate(logs) if _of(log, "out") and "stop" not in _struck(log))
+    """Return which rank that had no fault is out, or that the others have gone on without. Only a stop can do that."""
+    struck = {rank for rank, log in enumerate(logs) if _struck(log) - {"impatient"}}
+    for rank, log in enumerate(logs):
+        for line in _of(log, "first", "out"):
+            lost = {rank} if line["event"] == "out" else set(range(job.size)) - {*line["members"]}
+            if lost - struck:
+                return f"rank {rank}: {line['event']} without ranks {sorted(lost - struck)}: {line.get('verdict', '')}"
+    return ""
 
 
 def _names(job: Job, logs: list[list[dict[str, Any]]]) -> str:

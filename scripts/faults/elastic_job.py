@@ -31,10 +31,12 @@ from pynccl.watch.records import DEAD
 
 WRONG, OUT = 9, 4  # exit codes: wrong data; the others went on without this rank
 MEET_SECONDS, CALL_SECONDS = 15.0, 4.0  # of survivors, agree, ..; of a collective and of commit
-PLACES = (
-    *("compute", "all_reduce", "overlap", "plan", "chain", "groups", "between", "commit", "committed", "save"),
-    *("survivors", "agree", "sync", "syncing"),
-)
+STEP_PLACES = {  # in the loop: what a job has to do to come there; "": nothing
+    **dict.fromkeys(("compute", "all_reduce", "commit", "committed"), ""),
+    **{name: name for name in ("overlap", "plan", "chain", "groups", "save")},
+    "between": "groups",
+}
+MEETING_PLACES = ("survivors", "agree", "sync", "syncing")
 
 
 @dataclass
@@ -264,12 +266,12 @@ class Rank:
         self.at("compute", [])
         time.sleep((7 * step + 3 * self.rank + self.job.seed) % 5 * 0.004)
         total = state.gradient(self.rank)
+        self.at("all_reduce")
         if "overlap" in self.job.extras:
-            self.at("overlap")
             for part in (*total.chunk(3), self.summed(1, self.members)):
                 comm.all_reduce(part, part, stream=self.stream)
+            self.at("overlap")
         else:
-            self.at("all_reduce")
             comm.all_reduce(total, total)
         self.other_calls()
         self.at("commit")
