@@ -262,19 +262,20 @@ def _names(job: Job, logs: list[list[dict[str, Any]]]) -> str:
 
 
 def _seconds(job: Job, logs: list[list[dict[str, Any]]]) -> dict[str, list[float]]:
-    """Return the times from the only death to the first sum without the dead rank."""
+    """Return the times from the only kill to the first sum without the dead rank."""
     found: dict[str, list[float]] = {}
     faults = [(rank, line) for rank, log in enumerate(logs) for line in _of(log, "fault")]
-    if len(faults) != 1 or faults[0][1]["kind"] not in STATUS:
+    if len(faults) != 1 or faults[0][1]["kind"] not in ("kill", "os-exit"):
         return found
     dead, fault = faults[0]
     for rank, log in enumerate(logs):
-        sums = [line for line in _of(log, "first") if line["at"] > fault["at"]]
-        if (rank != dead or job.launcher == "restart") and sums:
-            errors = [line for line in _of(log, "error") if fault["at"] < line["at"] < sums[0]["at"]]
-            with_it = any(dead in line["peers"] for line in errors[:1])
-            where = "restart" if job.launcher == "restart" else "with it" if with_it else "elsewhere"
-            found.setdefault(where, []).append(sums[0]["at"] - fault["at"])
+        sums = [line["at"] for line in _of(log, "first") if line["at"] > fault["at"]]
+        if not sums or (rank == dead and job.launcher != "restart"):
+            continue
+        errors = [line for line in _of(log, "error") if fault["at"] < line["at"] < sums[0]]
+        where = "with it" if any(dead in line["peers"] for line in errors[:1]) else "elsewhere"
+        where += ", on two machines" if job.separate else ""
+        found.setdefault("restart" if job.launcher == "restart" else where, []).append(sums[0] - fault["at"])
     return found
 
 
@@ -303,9 +304,9 @@ def tables(verdicts: list[Verdict], markdown: bool) -> str:
             counts = Counter(verdict.outcome for verdict in rows)
             lines.append([name, str(len(rows)), *(str(counts[outcome] or "") for outcome in OUTCOMES)])
     times = [["from a death to the first sum", "ranks", "median s", "slowest s"]]
-    for where in ("with it", "elsewhere", "restart"):
-        if found := [value for verdict in verdicts for value in verdict.seconds.get(where, [])]:
-            times.append([where, str(len(found)), f"{statistics.median(found):.2f}", f"{max(found):.2f}"])
+    for where in dict.fromkeys(where for verdict in verdicts for where in verdict.seconds):
+        found = [value for verdict in verdicts for value in verdict.seconds.get(where, [])]
+        times.append([where, str(len(found)), f"{statistics.median(found):.2f}", f"{max(found):.2f}"])
     return f"{columns(lines, markdown)}\n\n{columns(times, markdown)}"
 
 
