@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import inspect
 import numbers
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, ParamSpec, TypeVar
 
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pynccl import Communicator, RedOp
-from pynccl.bindings.values import attribute, instance, shown
+from pynccl.bindings.values import as_int as plain_int, attribute, instance, shown
 
 from .torch_internals import dispatch_modes, is_traced, is_zero_tensor, transforms_active
 from .wire import NCCL_DTYPES, REAL_OF, Splits, is_paired
@@ -57,17 +56,22 @@ def check_call(operation: str, x: Tensor, comm: Communicator) -> None:
         return
     if not comm.alive:
         comm.check_alive()
-    if x.layout is not torch.strided or x.is_quantized or x.is_nested:
-        _raise_layout_error(operation, x)
-    if storage_was_freed(x):
-        raise TypeError(
-            f"{operation}: x is a tensor {tuple(x.shape)} whose storage was freed (by resize_(0), as FSDP does); "
-            "pass it before that, e.g. while it is unsharded"
-        )
+    check_dense(operation, x)
     if x.get_device() != comm.ordinal and not x.is_meta and type(x) in _PLAIN:
         raise ValueError(
             f"{operation}: x is on {x.device}, the communicator on {comm.device}; pass x.to({comm.device!r}), or use a "
             f"communicator on {x.device}"
+        )
+
+
+def check_dense(operation: str, x: Tensor, name: str = "x") -> None:
+    """Check that x has a plain layout, and that its storage was not freed."""
+    if x.layout is not torch.strided or x.is_quantized or x.is_nested:
+        _raise_layout_error(operation, x, name)
+    if storage_was_freed(x):
+        raise TypeError(
+            f"{operation}: {name} is a tensor {tuple(x.shape)} whose storage was freed (by resize_(0), as FSDP does); "
+            "pass it before that, e.g. while it is unsharded"
         )
 
 
@@ -282,24 +286,17 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def as_list(value: Any) -> list[Any] | None:
-    """Return a sequence, an array or a tensor as a list; None for anything else."""
+    """Return a sequence, an array or a tensor as a list; None for anything else. A set has no order."""
     try:
         listed = value.tolist() if attribute(value, "tolist") is not None else list(value)
-        return None if isinstance(value, (str, bytes, dict)) or not isinstance(listed, list) else listed
+        return None if isinstance(value, (str, bytes, dict, set, frozenset)) or not isinstance(listed, list) else listed
     except Exception:  # raised by torch, or by a user's object
         return None
 
 
 def as_int(value: Any) -> Any:
-    """Return `value` as an int if it is an integer of any library, else None. Symbolic sizes are returned unchanged."""
-    if type(value) is int or isinstance(value, torch.SymInt):
-        return value
-    if value is None or isinstance(value, (bool, str, tuple, list)) or attribute(value, "dtype") is torch.bool:
-        return None
-    try:
-        return operator.index(value)
-    except Exception:  # a user-defined __index__ may raise anything
-        return None
+    """As pynccl's as_int; symbolic sizes are returned unchanged."""
+    return value if isinstance(value, torch.SymInt) else plain_int(value)
 
 
 def check_dim(operation: str, x: Tensor, dim: Any, name: str = "dim") -> int:
@@ -374,14 +371,14 @@ def check_own_split(operation: str, x: Tensor, dim: int, splits: Sequence[int], 
         )
 
 
-def _raise_layout_error(operation: str, x: Tensor) -> None:
+def _raise_layout_error(operation: str, x: Tensor, name: str) -> None:
     if x.is_nested:
-        kind, instead = "nested", "x.to_padded_tensor(0), or the tensors of x.unbind()"
+        kind, instead = "nested", f"{name}.to_padded_tensor(0), or the tensors of {name}.unbind()"
     elif x.is_quantized:
-        kind, instead = f"quantized ({x.dtype})", "x.int_repr(), or x.dequantize()"
+        kind, instead = f"quantized ({x.dtype})", f"{name}.int_repr(), or {name}.dequantize()"
     else:
-        kind, instead = f"sparse ({x.layout})", "x.to_dense()"
-    raise TypeError(f"{operation}: x is a {kind} tensor, expected a dense one; pass {instead}")
+        kind, instead = f"sparse ({x.layout})", f"{name}.to_dense()"
+    raise TypeError(f"{operation}: {name} is a {kind} tensor, expected a dense one; pass {instead}")
 
 
 def type_name(kind: Any) -> str:

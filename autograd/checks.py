@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from pynccl import Communicator, NcclInvalidUsage
-from pynccl.bindings.values import shown
+from pynccl.bindings.values import instance
 from pynccl.comm.consistency import compare_rows, exchange
 from pynccl.watch.frames import call_site
 
 from .agreement import gathered
+from .arguments import check_dense
 from .state import state_of
-from .torch_internals import plain_values, unwrapped
+from .torch_internals import dispatch_modes, has_no_values, plain_values, unwrapped
 
 _PAIRWISE = ("permute", "halo_exchange", "halo_reduce")  # sends and receives: not every rank takes part
 # Allowed difference of "replicated" cotangents relative to the largest one: ranks may sum, and so round, differently.
@@ -41,17 +42,25 @@ def anchor(loss: Tensor, *outputs: Tensor) -> Tensor:
     the other ranks never combine some outputs, and differentiate the gradient of only one further, call anchor once per
     output.
 
-    TypeError if an argument is not a tensor.
+    TypeError if an argument is not a dense tensor, or only some of them have values (others are meta or fake tensors).
     """
-    for role, x in (("loss", loss), *(("an output", out) for out in outputs)):
-        if not isinstance(x, Tensor) or x.layout is not torch.strided:
-            raise TypeError(f"anchor: {role} is {shown(x)}, expected a dense torch.Tensor")
+    for name, x in (("loss", loss), *(("output", out) for out in outputs)):
+        instance(x, Tensor, f"anchor: {name}", "a dense torch.Tensor")
+        if torch.compiler.is_compiling():
+            continue
+        check_dense("anchor", x, name)
+        if has_no_values(x) != has_no_values(loss) and not dispatch_modes():
+            raise TypeError(f"anchor: only one of {name} and loss is a meta or fake tensor, expected both or none")
+    if not (loss.is_floating_point() or loss.is_complex()) or loss.dtype.itemsize == 1:  # float8 has no addition
+        raise TypeError(
+            f"anchor: loss is {loss.dtype}, expected a dtype with gradients and addition, e.g. torch.float32"
+        )
     reached = [out for out in outputs if out.is_floating_point() or out.is_complex()]
     if not reached:
         return loss
     # torch.where, since NaN * 0 is NaN. expm1, since its derivatives depend on all outputs, unlike those of a sum.
-    zeros = [torch.where(torch.zeros((), dtype=torch.bool, device=out.device), out, 0).sum() for out in reached]
-    zero = torch.stack([(z.real if z.is_complex() else z).to(loss.dtype) for z in zeros]).sum()
+    zeros = [torch.where(torch.zeros((), dtype=torch.bool, device=out.device), out, 0) for out in reached]
+    zero = torch.stack([(z.real if z.is_complex() else z).sum(dtype=loss.dtype) for z in zeros]).sum()
     return loss + torch.expm1(zero)
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pynccl import Communicator
-from pynccl.bindings.values import instance, listed, shown
+from pynccl.bindings.values import instance, ordered, shown
 
 from ..agreement import DeferredCheck, check_not_in_group
 from ..arguments import checked
@@ -270,7 +270,7 @@ def _as_list(parameters: Any, name: str) -> list[Tensor]:
         return list(parameters.parameters())
     if isinstance(parameters, Tensor):
         return [parameters]
-    found = listed(parameters, f"{name}: parameters", "a torch.nn.Module or its parameters")
+    found = ordered(parameters, f"{name}: parameters", "a torch.nn.Module or its parameters")
     for one in found:
         instance(one, Tensor, f"{name}: a parameter", "a torch.Tensor")
     return found

@@ -56,6 +56,7 @@ class _ParallelLinear(Sharded):
     ) -> None:
         super().__init__()
         check_comm(type(self).__name__, comm, in_features=in_features, out_features=out_features)
+        comm.check_alive()
         in_features = checked_size(f"{type(self).__name__}: in_features", in_features)
         out_features = checked_size(f"{type(self).__name__}: out_features", out_features)
         name, size = ("out_features", out_features) if self.dim == 0 else ("in_features", in_features)

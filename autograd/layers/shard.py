@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pynccl import Communicator
-from pynccl.bindings.values import INT_MAX, instance, listed, shown
+from pynccl.bindings.values import INT_MAX, instance, ordered, shown
 
 from ..arguments import as_int, as_list, check_comm, check_splits, check_type
 from ..ops.all_gather import all_gather
@@ -64,7 +64,7 @@ class Shard:
     ) -> None:
         Shard.exist = True
         check_comm("Shard", comm, dim=dim, shape=shape)
-        sizes = [checked_size("Shard: shape", size) for size in listed(shape, "Shard: shape", "a sequence of sizes")]
+        sizes = [checked_size("Shard: shape", size) for size in ordered(shape, "Shard: shape", "a sequence of sizes")]
         check_type("Shard: partial", "bool", partial)
         check_type("Shard: transposed", "bool", transposed)
         self.comm, self.dim, self.shape, self.partial = comm, dim, tuple(sizes), partial
@@ -183,10 +183,13 @@ def sizes_of_blocks(name: str, blocks: Any, size: int, ranks: int) -> tuple[int,
     """Return the sizes of `blocks` (a number of equal blocks, or sizes) that add up to `size`. ValueError if they do
     not, or if the size of one of several blocks is not divisible by the number of ranks."""
     count = as_int(blocks)
-    sizes: list[Any] = [size // count] * int(count) if count and count <= size else []
+    if count == 1:  # also of 0 features
+        return (size,)
     if count is None:
-        sizes = list(map(as_int, as_list(blocks) or ()))
-    if count != 1 and (None in sizes or sum(sizes) != size or any(one < 0 or one % ranks for one in sizes)):
+        sizes: list[Any] = list(map(as_int, as_list(blocks) or ()))
+    else:
+        sizes = [size // count] * int(count) if 0 < count <= size else []
+    if not sizes or None in sizes or sum(sizes) != size or any(one < 0 or one % ranks for one in sizes):
         raise ValueError(
             f"{name}: blocks is {shown(blocks)}, expected the number of equal blocks in {size} features, or their "
             f"sizes, each divisible by {ranks} ranks"

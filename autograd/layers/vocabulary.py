@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from pynccl import Communicator
 from pynccl.bindings.values import instance, integer, shown
 
-from ..arguments import as_int, check_call, check_comm, check_dim, check_splits, check_type, checked
+from ..arguments import as_int, check_call, check_comm, check_dense, check_dim, check_splits, check_type, checked
 from ..ops.all_gather import all_gather, reduce_scatter
 from ..ops.all_reduce import all_reduce, copy
 from ..wire import Dtype
@@ -42,6 +42,7 @@ class _VocabParallel(Sharded):
 
     def _set_sizes(self, num_embeddings: int, embedding_dim: int, comm: Communicator) -> None:
         check_comm(type(self).__name__, comm, num_embeddings=num_embeddings, embedding_dim=embedding_dim)
+        comm.check_alive()
         self.num_embeddings = checked_size(f"{type(self).__name__}: num_embeddings", num_embeddings)
         self.embedding_dim = checked_size(f"{type(self).__name__}: embedding_dim", embedding_dim)
         self.comm = comm
@@ -88,12 +89,12 @@ class VocabParallelEmbedding(_VocabParallel):
         super().__init__()
         self._set_sizes(num_embeddings, embedding_dim, comm)
         padding = None if padding_idx is None else as_int(padding_idx)
-        if padding_idx is not None and (padding is None or not -num_embeddings <= padding < num_embeddings):
+        if padding_idx is not None and (padding is None or not -self.num_embeddings <= padding < self.num_embeddings):
             raise ValueError(
                 f"VocabParallelEmbedding: padding_idx is {shown(padding_idx)}, expected the index of one of the "
-                f"{num_embeddings} rows, or None"
+                f"{self.num_embeddings} rows, or None"
             )
-        self.padding_idx = None if padding is None else int(padding % num_embeddings)
+        self.padding_idx = None if padding is None else int(padding % self.num_embeddings)
         self.sequence_parallel, self.reduce_dtype = sequence_parallel, reduce_dtype
         self.seq_dim = checked_seq_dim(type(self).__name__, seq_dim)
         self._make_parameters(False, device, dtype)
@@ -300,8 +301,10 @@ def _check_loss(
     """Check the arguments, and return `splits` as a checked sequence, or None."""
     check_comm(name, comm, logits=logits, target=target)
     splits = check_splits(name, splits, comm)
-    if not isinstance(logits, Tensor) or not logits.is_floating_point() or not logits.dim() or logits.is_sparse:
+    if not isinstance(logits, Tensor) or not logits.is_floating_point() or not logits.dim():
         raise TypeError(f"{name}: logits is {_describe(logits)}, expected a floating-point tensor [.., V_r]")
+    if not torch.compiler.is_compiling():
+        check_dense(name, logits, "logits")
     columns = logits.shape[-1]
     if splits is not None and columns != splits[comm.rank]:
         raise ValueError(

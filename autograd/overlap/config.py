@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from pynccl.bindings.values import INT_MAX, instance, shown
+from pynccl.bindings.values import INT_MAX, INT_MIN, instance, integer, shown
 
 METHODS = ("auto", "slices", "ring", "exchange", "bulk", "off")
 MAX_COMPUTE_STREAMS = 2  # more are slower: each takes a share of the GPU from the last waves of the others
@@ -59,14 +59,14 @@ class OverlapConfig:
             raise ValueError(f"OverlapConfig: method is {shown(self.method)}, expected one of {', '.join(METHODS)}")
         limits = {"chunks": INT_MAX, "compute_streams": MAX_COMPUTE_STREAMS, "num_comm_ctas": INT_MAX}
         for name, maximum in limits.items():
-            value = getattr(self, name)
-            if value is not None and not (type(value) is int and 1 <= value <= maximum):
+            if (value := getattr(self, name)) is not None:
                 upto = "" if maximum == INT_MAX else f" and <= {maximum}"
-                raise ValueError(f"OverlapConfig: {name} is {shown(value)}, expected an integer >= 1{upto}, or None")
+                value = integer(value, f"OverlapConfig: {name}", 1, maximum, f"an integer >= 1{upto}, or None")
+                object.__setattr__(self, name, value)
         for name in ("aggregate", "deterministic", "save_gathered"):
             instance(getattr(self, name), bool, f"OverlapConfig: {name}", "True or False")
-        if type(self.priority) is not int:
-            raise TypeError(f"OverlapConfig: priority is {shown(self.priority)}, expected an integer")
+        priority = integer(self.priority, "OverlapConfig: priority", INT_MIN, INT_MAX)
+        object.__setattr__(self, "priority", priority)
         instance(self.dgrad, (OverlapConfig, type(None)), "OverlapConfig: dgrad", "an OverlapConfig or None")
         if self.chunks is not None and self.method in ("ring", "bulk"):
             raise ValueError(

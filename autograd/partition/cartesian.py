@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pynccl import Communicator
-from pynccl.bindings.values import integer, listed, shown
+from pynccl.bindings.values import integer, listed, ordered, shown
 
 from ..arguments import as_int, check_comm
 
@@ -155,7 +155,7 @@ def check_partition(operation: str, partition: object, name: str) -> None:
 
 def integers(operation: str, name: str, values: Any) -> tuple[int, ...]:
     """Return `values` as a tuple of ints. ValueError if they are not integers."""
-    items = listed(values, f"{operation}: {name}", "a sequence of integers")
+    items = (listed if name == "axes" else ordered)(values, f"{operation}: {name}", "a sequence of integers")
     found = tuple(as_int(value) for value in items)
     if None in found:
         raise ValueError(f"{operation}: {name} is {shown(items)}, expected a sequence of integers")

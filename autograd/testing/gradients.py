@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pynccl import Communicator
-from pynccl.bindings.values import instance, integer, listed, shown
+from pynccl.bindings.values import instance, integer, ordered, shown
 
 from ..agreement import broadcast_object, gathered
 from ..arguments import check_comm, checked
@@ -97,7 +97,7 @@ def check_gradients(
         if not 0 <= value < math.inf:
             raise ValueError(f"check_gradients: {name} is {shown(value)}, expected a number >= 0")
     expected = "a tensor of float64 or complex128, or a list of them"
-    originals = [inputs] if isinstance(inputs, Tensor) else listed(inputs, "check_gradients: inputs", expected)
+    originals = [inputs] if isinstance(inputs, Tensor) else ordered(inputs, "check_gradients: inputs", expected)
     if not originals:
         raise ValueError(f"check_gradients: inputs is empty, expected {expected}")
     for position, x in enumerate(originals):

@@ -34,7 +34,8 @@ class Outcome(IntEnum):
 class NcclError(RuntimeError):
     """An NCCL call failed. `.code` is its `Result`, and `.verdict` names the culprit, if known.
 
-    Most errors leave the communicator unusable: abort() it and create a new one. `shrink` excludes a failed rank."""
+    Most errors leave the communicator unusable: abort() it and create a new one. If a rank has died, `survivors` makes
+    one of the others."""
 
     code: Result | None = None
     verdict = ""  # the culprit in one sentence, if the flight recorder's files show it

@@ -74,6 +74,13 @@ def methods(value: Any, needed: Iterable[str], name: str, expected: str) -> None
         raise TypeError(f"{name} is {shown(value)}, which has no {', '.join(missing)}; expected {expected}")
 
 
+def ordered(values: Any, name: str, expected: str) -> list[Any]:
+    """As `listed`, but a set raises too: it loses equal elements, and its order may differ between ranks."""
+    if isinstance(values, (set, frozenset)):
+        raise TypeError(f"{name} is {shown(values)}, expected {expected}")
+    return listed(values, name, expected)
+
+
 def listed(values: Any, name: str, expected: str) -> list[Any]:
     """Return `values` as a list. Raises TypeError unless it is iterable and not a string, bytes or dict."""
     try:
@@ -116,25 +123,34 @@ def path_of(value: Any, name: str, expected: str = "the path of a file, a string
     raise TypeError(f"{name} is {shown(value)}, expected {expected}")
 
 
-def integer(value: Any, name: str, low: int = 0, high: int = INT_MAX, expected: str = "") -> int:
-    """Return `value` as an int in low..high, or raise ValueError ("`name` is `value`, expected ...").
+def as_int(value: Any) -> int | None:
+    """Return `value` as an int if it is an integer of any library, else None.
 
-    Accepts anything with `__index__`: int, NumPy integers, a torch tensor with one element. Floats raise, even 2.0, and
-    so do bools, since True as a rank or a size is a mistake.
+    Accepts anything with `__index__`: int, NumPy integers, arrays of them without dimensions, a torch tensor with one
+    element. A float is none, even 2.0, and neither is a bool of any library, since True as a rank or a size is a
+    mistake."""
+    if type(value) is int:
+        return value
+    try:
+        is_bool = isinstance(value, bool) or str(attribute(value, "dtype")) == "torch.bool"
+        return None if is_bool else operator.index(value)
+    except Exception:  # including what a user's object raises
+        return None
+
+
+def integer(value: Any, name: str, low: int = 0, high: int = INT_MAX, expected: str = "") -> int:
+    """Return `value` as an int in low..high, or raise ValueError ("`name` is `value`, expected ..."). See `as_int`.
 
     expected  text for the message; default: the range"""
-    try:
-        found = operator.index(value)
-    except Exception:  # including what a user's object raises
-        found = None
-    if found is None or isinstance(value, bool) or not low <= found <= high:
+    found = as_int(value)
+    if found is None or not low <= found <= high:
         raise ValueError(f"{name} is {shown(value)}, expected {expected or f'an integer in {low}..{high}'}")
     return found
 
 
 def integers(values: Any, name: str, expected: str, low: int = 0, high: int = INT_MAX) -> list[int]:
-    """Return `values` as ints in low..high. Raises TypeError if not iterable, ValueError for an invalid element."""
-    items = listed(values, name, expected)
+    """Return `values` as ints in low..high. Raises TypeError if not a sequence, ValueError for an invalid element."""
+    items = ordered(values, name, expected)
     try:
         return [integer(value, name, low, high) for value in items]
     except ValueError:

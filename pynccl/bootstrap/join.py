@@ -12,7 +12,7 @@ from ..bindings.abi import UniqueId
 from ..bindings.errors import NcclError, NcclRemoteError, NcclTimeout
 from ..bindings.library import Library, chosen, gpu_count, host_module
 from ..bindings.structs import CommConfig, struct_of
-from ..bindings.values import INT_MAX, counted, integer
+from ..bindings.values import INT_MAX, counted, instance, integer
 from ..bindings.workers import Clock
 from ..comm.base import comm_name
 from ..comm.communicator import Communicator
@@ -69,6 +69,7 @@ def init_at(
     watch    use the store for hang diagnosis: blocked ranks exchange their positions through it
     elastic  begin generation 0 with it: see generation.py"""
     try:
+        instance(elastic, bool, f"{operation}: elastic", "True or False")
         setup = prepare(operation, library, device, local_rank, rendezvous.rank, config)
     except BaseException as error:
         rendezvous.report(error)

@@ -61,7 +61,8 @@ def from_store(
     """
     clock = Clock(timeout, "from_store: timeout")
     check_rank_of(rank, nranks, "from_store")
-    methods(store, ("add", "get", "set", "check"), "from_store: store", "a torch.distributed store, such as TCPStore")
+    needed = ("add", "get", "set", "check", *(["compare_set"] if elastic is True else []))
+    methods(store, needed, "from_store: store", "a torch.distributed store, such as TCPStore")
     rendezvous = Rendezvous(store, rank, nranks, clock, _SERVER, _DUPLICATE_HINT)
     return init_at("from_store", rendezvous, library, device, local_rank, config, elastic=elastic)
 

@@ -27,8 +27,9 @@ from ..comm.base import explained
 from ..comm.communicator import Communicator, bootstrap
 from ..comm.consistency import all_gather_texts
 from ..comm.init import comm_init_rank, get_unique_id, recorded_init
-from ..interop.devices import core_device, on_device
+from ..interop.devices import core_device
 from ..watch.formatting import ranks_text
+from ..watch.frames import call_site, called_from
 from ..watch.store import Prefixed, lines, read
 from ..watch.track import uid_of
 from .generation import Generation, Launch
@@ -72,15 +73,14 @@ def elastic(comm: Communicator, operation: str) -> Generation:
 @bootstrap
 def survivors(comm: Communicator, timeout: float | None = 30.0) -> Communicator:
     generation, clock = elastic(comm, "survivors"), Clock(timeout, "survivors: timeout")
-    launch, error = generation.launch, sys.exc_info()[1]
-    why = (getattr(error, "verdict", "") or first_line(error)) if error is not None else "survivors() was called"
+    launch = generation.launch
     with launch.meeting:
         newest = launch.newest
         made = newest.comm()
         if newest is not generation and made is not None and newest.ended is None and made.alive:
             return made  # the other caller of this process has met them
         number, members = newest.number, _Members(list(newest.members), {})
-        why = newest.ended.verdict if newest.ended is not None else f"rank {launch.rank}: {why}"
+        why = newest.ended.verdict if newest.ended is not None else _why(launch, newest)
         while True:
             number += 1
             try:
@@ -88,6 +88,13 @@ def survivors(comm: Communicator, timeout: float | None = 30.0) -> Communicator:
                 return _make(launch, number, members, clock)
             except _NotMade as failure:
                 why = str(failure)
+
+
+def _why(launch: Launch, newest: Generation) -> str:
+    """Return why this rank opens the next generation: for messages."""
+    error = sys.exc_info()[1]  # survivors() is called where it is handled
+    known = getattr(error, "verdict", "") or next(iter(launch.gone(newest.members).values()), "")
+    return known or f"rank {launch.rank} called survivors()" + (f" after {first_line(error)}" if error else "")
 
 
 def _meet(newest: Generation, number: int, before: _Members, why: str, clock: Clock) -> _Members:
@@ -210,9 +217,10 @@ def _failed(number: int, error: NcclError, clock: Clock) -> Exception:
 
 def in_time(generation: Generation, call: Callable[[], T], operation: str, clock: Clock) -> T:
     """Return `call()`, in which this rank waits for the others. NcclTimeout at the deadline; the call ends when the
-    generation does."""
+    generation does. Work issued before and in it has run."""
     generation.check_calls()
-    comm, began = generation.comm(), Clock(None)
+    comm, site, began = generation.comm(), call_site(), Clock(None)
+    assert comm is not None  # the caller has it
 
     def check() -> None:
         if began.waited() > GRACE_SECONDS:  # a rank may have left after its part, which this one is about to complete
@@ -221,28 +229,32 @@ def in_time(generation: Generation, call: Callable[[], T], operation: str, clock
 
     def late() -> NcclError:
         text = f"{operation}: not all ranks came within {clock.seconds()}\n  call survivors() to go on without them"
-        return explained(NcclTimeout(text), comm._track if comm is not None else None)
+        return explained(NcclTimeout(text), comm._track)
 
-    found = WorkerCall(call, operation).result(clock.left(), late, check)
+    def run() -> T:
+        with called_from(site), comm._on_own_device():
+            synchronize(comm)
+            generation.check_calls()  # a stream goes on after an abort
+            found = call()
+            synchronize(comm)
+            return found
+
+    found = WorkerCall(run, operation).result(clock.left(), late, check)
     generation.check()
     return found
 
 
-@bootstrap
-def commit(comm: Communicator, timeout: float | None = 30.0) -> None:
-    generation, clock = elastic(comm, "commit"), Clock(timeout, "commit: timeout")
-    in_time(generation, partial(settle, generation, comm), "commit", clock)
-
-
-def settle(generation: Generation, comm: Communicator) -> None:
-    """Wait for what this rank has issued, then for the other ranks."""
+def synchronize(comm: Communicator) -> None:
+    """Block until everything issued so far on the device has run. Raise its first error."""
     if comm.library.is_host:
         host_module().synchronize()
     else:
-        with on_device(comm.ordinal):
-            core_device(comm.ordinal).sync()
-    generation.check_calls()  # a stream goes on after an abort
-    comm.barrier()
+        core_device(comm.ordinal).sync()
+
+
+@bootstrap
+def commit(comm: Communicator, timeout: float | None = 30.0) -> None:
+    in_time(elastic(comm, "commit"), comm.barrier, "commit", Clock(timeout, "commit: timeout"))
 
 
 @bootstrap
@@ -255,6 +267,7 @@ def agree(comm: Communicator, step: int, timeout: float | None = 30.0) -> int:
     steps = [int(row.partition("\0")[2]) for row in rows]
     newest = max(steps)
     if newest == TORN:
+        launch.behind = None
         raise NcclRemoteError(
             "agree: the ranks that had the newest state were lost while sync_state copied it, and no rank has a whole "
             "one: load a checkpoint, and pass its step"
@@ -270,8 +283,8 @@ def check_generation(comm: Communicator) -> None:
     generation: Generation | None = comm._generation
     if generation is None:
         return
-    generation.check()
-    why = generation.launch.is_open(generation.number + 1, Clock(generation.launch.setup.timeout))
-    if why:
+    launch = generation.launch
+    if generation.ended is None and (why := launch.is_open(generation.number + 1, Clock(launch.setup.timeout))):
         generation.end(why)
+    if generation.ended is not None:
         generation.check()

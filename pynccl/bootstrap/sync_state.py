@@ -16,7 +16,7 @@ from ..bindings.values import methods, shown, type_of
 from ..bindings.workers import Clock
 from ..comm.communicator import Communicator, bootstrap
 from .generation import Generation
-from .survivors import TORN, elastic, in_time, settle
+from .survivors import TORN, elastic, in_time, synchronize
 
 
 @bootstrap
@@ -43,7 +43,7 @@ def _check(one: Any) -> None:
 def _sync(
     generation: Generation, comm: Communicator, objects: Sequence[Any], source: int, behind: Sequence[int]
 ) -> None:
-    """Copy the objects. Until all ranks have them, `agree` takes a rank that is behind for one without a state."""
+    """Copy the objects. Until this rank has them all, `agree` takes it for one without a state, if it is behind."""
     launch = generation.launch
     takes_part = comm.rank == source or comm.rank in behind
     with launch.copying:
@@ -54,7 +54,8 @@ def _sync(
             with group:
                 for one in objects:
                     _copy(group, one)
-        settle(generation, comm)
+        synchronize(comm)
+        generation.check()  # a stream goes on after an abort
         if launch.behind is not None:
             launch.behind = launch.behind[0], launch.behind[0]
 

@@ -191,7 +191,7 @@ class Comm(Shared):
     def _check_alive_after(self) -> None:
         """Raise as `check_alive` does, after a call: if the communicator was aborted, that has ended the call."""
         if self._handle is None and self._late is not None:
-            raise reworded(self._late, str(self._late))
+            raise self._error(0, "")
         self.check_alive()
 
     def async_error(self) -> Result:
@@ -204,7 +204,7 @@ class Comm(Shared):
         """Raise the error that `async_error` reports, if any."""
         code = self.async_error()
         if code not in (Result.SUCCESS, Result.IN_PROGRESS):
-            raise self.library.error(code, "an operation in flight", self._handle)
+            raise self._error(code, "an operation in flight")
 
     def _on_own_device(self) -> on_device:
         """Return a context manager that makes its GPU current inside the block and restores the caller's afterwards."""
@@ -230,7 +230,14 @@ class Comm(Shared):
         code = getattr(self.library, function)(handle, *args)
         if code:
             code = wait_nonblocking(self.library, handle, code, self.timeout, function)
-            self.library.check(code, function, handle)
+            if code:
+                raise self._error(code, function)
+
+    def _error(self, code: int, what: str) -> NcclError:
+        """Return the error of a C call; if another thread has aborted the communicator meanwhile, the one for that."""
+        if self._handle is None and self._late is not None:
+            return reworded(self._late, str(self._late))
+        return self.library.error(code, what, self._handle)
 
     def _check_result(self, code: int, what: str, entry: int = 0) -> None:
         """Raise if a C call failed, with a diagnosis from the records of all ranks. On a nonblocking communicator, wait
@@ -241,7 +248,7 @@ class Comm(Shared):
             self.library.raise_exception()
             self._check_alive_after()  # if another thread ended it, that explains more than the result code
             code = wait_nonblocking(self.library, self._handle, code, self.timeout, what)
-            error = self.library.error(code, what, self._handle) if code else None
+            error = self._error(code, what) if code else None
         except BaseException as raised:
             if entry and self._track is not None:
                 self._track.failed(entry, raised)

@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import Any
 
 from ..bindings.abi import ITEMSIZE, DataType
-from ..bindings.values import integers, listed, shown
+from ..bindings.values import integers, ordered, shown
 from ..interop.buffers import Buffer, adapter
 from .argcheck import check_buffer, check_rank, check_recv, check_writable
 from .base import Comm
@@ -179,7 +179,7 @@ def gather_v(
 
 def _counts(comm: Comm, operation: str, role: str, counts: Sequence[int]) -> list[int]:
     """Return `counts` as ints. ValueError unless there is one valid number of elements per rank."""
-    values = listed(counts, f"{operation}: {role}", f"a list of 1 count per rank ({comm.size} in all)")
+    values = ordered(counts, f"{operation}: {role}", f"a list of 1 count per rank ({comm.size} in all)")
     if len(values) != comm.size:
         raise ValueError(
             f"{operation}: {role} is {shown(values)}, expected 1 count per rank ({comm.size} in all), got {len(values)}"

@@ -25,7 +25,7 @@ from .plan import Planner
 from .redop import PreMulSum
 
 Self = TypeVar("Self", bound="Communicator")
-_MAX_DEVICES = 1 << 16
+_MAX_DEVICES = 1024
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _bootstrap: dict[str, Callable[..., Any]] = {}
@@ -126,7 +126,7 @@ class Communicator(Comm):
                 creation.check_device_kind(library, device, "init_all: device")
             ordinals = [device_ordinal(device, "init_all: device") for device in devices]
         else:
-            expected = "a number of devices, or a list"
+            expected = f"a number of devices up to {_MAX_DEVICES}, or a list"
             ordinals = list(range(integer(devices, "init_all: devices", 0, _MAX_DEVICES, expected)))
         if not ordinals or len(set(ordinals)) < len(ordinals):
             raise ValueError(f"init_all: devices is {shown(devices)}, expected one or more, each once")

@@ -153,8 +153,8 @@ def _gather(comms: list[Comm], memory: list[Scratch]) -> None:
         for comm, scratch in zip(comms, memory, strict=True):
             args = (scratch.address, scratch.address + RECORD_BYTES, RECORD_BYTES, int(DataType.UINT8))
             result = library.ncclAllGather(*args, comm._handle, scratch.stream)
-            if result != Result.IN_PROGRESS:
-                library.check(result, _WHAT, comm._handle)
+            if result not in (Result.SUCCESS, Result.IN_PROGRESS):
+                raise comm._error(result, _WHAT)
     finally:  # the group must not stay open
         end = library.ncclGroupEnd()
     check_group_result(comms, end, _WHAT)

@@ -162,7 +162,7 @@ def replay(
         for call, (function, args) in zip(calls, prepared, strict=True):
             code = function(*args)
             if code and code != Result.IN_PROGRESS:
-                raise library.error(code, call.text(), call.comm._handle)
+                raise call.comm._error(code, call.text())
     except BaseException as error:
         # Also on Ctrl-C. NCCL launches nothing if a call of the group failed, but the group must be closed.
         end()
@@ -171,7 +171,7 @@ def replay(
     try:
         code = end()
         failed = code not in (Result.SUCCESS, Result.IN_PROGRESS)
-        _settle(heads, library.error(code, f"group of {len(calls)} calls") if failed else None)
+        _settle(heads, comms[0]._error(code, f"group of {len(calls)} calls") if failed else None)
     except BaseException as error:
         _settle(heads, error)
         raise

@@ -69,9 +69,9 @@ def shrink(self: Self, exclude: Sequence[int], *, abort: bool = False, config: C
 
     exclude  a list of other ranks, without duplicates
     abort    first abort the operations in flight on this communicator; use it if an excluded rank has failed. Over
-             sockets NCCL may raise NcclRemoteError nevertheless, on all ranks (seen with 2.28.9): then abort() this
-             communicator and create one of the remaining ranks with `pynccl.from_store`. With NCCL >= 2.31.2, whose
-             ncclCommDestroy blocks forever afterwards, destroy() then aborts this communicator.
+             sockets NCCL may raise NcclRemoteError nevertheless, on all ranks (seen with 2.28.9): use `survivors`,
+             which works after any failure. With NCCL >= 2.31.2, whose ncclCommDestroy blocks forever afterwards,
+             destroy() then aborts this communicator.
     config   a `CommConfig`; None: this communicator's configuration
     """
     excluded = listed(exclude, "shrink: exclude", "a list of ranks to exclude")
@@ -101,10 +101,10 @@ def shrink(self: Self, exclude: Sequence[int], *, abort: bool = False, config: C
 
 
 _CANNOT_SHRINK = (
-    "NCCL may need connections that it lost with the failed rank: abort() this communicator and create one of the "
-    "remaining ranks, as scripts/examples/dead_rank.py does: pynccl.from_store(store, rank, nranks)"
+    "NCCL may need connections that it lost with the failed rank: make the communicator with pynccl.init(elastic=True) "
+    "and call survivors() in place of shrink()"
 )
-_SHRINK_WITH_ABORT = "if an excluded rank has failed, pass abort=True"
+_SHRINK_WITH_ABORT = "if an excluded rank has failed, pass abort=True; if that raises too, use survivors()"
 
 
 def grow_id(self: Comm) -> UniqueId:
@@ -155,6 +155,7 @@ def _derive(
         with comm._lock, comm._recorded(operation, weight=weight, detail=detail):
             handle = make(comm.library, call, what, comm._own_ordinal(), comm.timeout, comm.handle)
     except NcclError as error:
+        comm._check_alive_after()
         raise explained(error, comm._track) from None
     track = comm._child(config, operation, identity_key)
     if not handle:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import math
-import operator
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from ..bindings.abi import ELEMENTS, ITEMSIZE, DataType
 from ..bindings.library import Library, chosen
 from ..bindings.resource import Resource, Shared
-from ..bindings.values import INT_MAX, attribute, integer, listed, shown
+from ..bindings.values import INT_MAX, as_int, integer, ordered, shown
 from ..interop.buffers import CPU as CPU_MEMORY, Adapter, Description, adapter, adapters, data_type
 from ..interop.devices import core_device, on_device
 from ..interop.dlpack import CPU, CUDA, export
@@ -121,16 +120,13 @@ def mem_alloc(
     """
     library = chosen(library, "mem_alloc")
     kind = data_type(dtype, "mem_alloc: dtype")
-    try:
-        value: Any = shape
-        single = attribute(value, "__index__") is not None and not attribute(value, "ndim")
-        dims = (operator.index(value),) if single else tuple(map(operator.index, listed(value, "shape", "a sequence")))
-    except Exception:  # a user's object can raise anything
-        raise TypeError(f"mem_alloc: shape is {shown(shape)}, expected an integer or a sequence of integers") from None
-    if any(dim < 0 for dim in dims) or isinstance(shape, bool) or math.prod(dims) * ITEMSIZE[kind] > _MAX_BYTES:
+    single, expected = as_int(shape), "an integer or a sequence of integers"
+    sizes = [single] if single is not None else list(map(as_int, ordered(shape, "mem_alloc: shape", expected)))
+    dims = tuple(size for size in sizes if size is not None)
+    if len(dims) < len(sizes):
+        raise TypeError(f"mem_alloc: shape is {shown(shape)}, expected {expected}")
+    if any(dim < 0 for dim in dims) or math.prod(dims) * ITEMSIZE[kind] > _MAX_BYTES:
         raise ValueError(f"mem_alloc: shape is {shown(shape)}, expected sizes >= 0, at most 2**63-1 bytes in total")
-    if isinstance(shape, (set, frozenset)):
-        raise TypeError(f"mem_alloc: shape is {shown(shape)}, expected an ordered sequence")
     ordinal = None if library.is_host else int(core_device(device).device_id)
     nbytes = math.prod(dims) * ITEMSIZE[kind]
     with on_device(ordinal):  # NCCL allocates on the current GPU

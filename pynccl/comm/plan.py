@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from ..bindings.library import without_argtypes
 from ..bindings.resource import Shared
-from ..bindings.values import attribute, did_you_mean, listed, shown
+from ..bindings.values import attribute, did_you_mean, ordered, shown
 from ..interop.streams import stream_handle
 from ..watch import layout
 from ..watch.frames import user_site
@@ -166,7 +166,7 @@ class Planner(Shared):
         """Combine plans into one plan that launches them as one NCCL group. They can be of several communicators.
 
         Raises TypeError if an element is not a plan, ValueError if the list is empty."""
-        plans = tuple(listed(plans, "plan.group: plans", "a list of plans, as comm.plan.all_reduce(...) returns"))
+        plans = tuple(ordered(plans, "plan.group: plans", "a list of plans, as comm.plan.all_reduce(...) returns"))
         for plan in plans:
             if attribute(plan, "prepared") is None:
                 raise TypeError(f"plan.group: {shown(plan)} is not a plan; pass plans, as of comm.plan.all_reduce(...)")

@@ -76,6 +76,10 @@ def fuzz_calls(pool: Any, options: argparse.Namespace) -> bool:
 def fuzz_arguments(pool: Any, options: argparse.Namespace) -> bool:
     from fuzz import argument_ranks
 
+    if any(4 % n for n in options.ranks):
+        raise ValueError(
+            "--ranks: arguments needs 1, 2 or 4 ranks, by which the sizes of its valid calls are divisible"
+        )
     step, cases = len(options.ranks), len(argument_ranks.cases())  # sizes alternate, also from round to round
     turns = {seed: (seed + seed // cases) % step for seed in seeds(options)}
     by_size = [([seed for seed, turn in turns.items() if turn == at], n) for at, n in enumerate(options.ranks)]
@@ -156,7 +160,7 @@ def main() -> int:
     parser.add_argument("kind", choices=KINDS, help="what to generate")
     parser.add_argument("--runs", type=command.integer(1), default=100, help="programs, calls or models (%(default)s)")
     parser.add_argument("--seed", type=command.integer(0), help="of the first run; the next adds 1 (random)")
-    parser.add_argument("--ranks", type=world_sizes, default=[2, 3, 4], help="world sizes, used alternately (2,3,4)")
+    parser.add_argument("--ranks", type=world_sizes, help="world sizes, used alternately (2,3,4; arguments: 1,2)")
     parser.add_argument("--modes", help="modes of autograd: plain,vmap,... (all)")
     parser.add_argument(
         "--timeout",
@@ -167,6 +171,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.seed is None:
         options.seed = random.SystemRandom().randrange(10**6)
+    options.ranks = options.ranks or ([1, 2] if options.kind == "arguments" else [2, 3, 4])
     print(f"seed {options.seed}", flush=True)
     if options.kind in PRELOADED:
         ranks._PRELOAD.append(PRELOADED[options.kind])

@@ -87,6 +87,17 @@ def test_cotangents_are_compared_in_transforms_of_torch_func(ranks: RankPool) ->
         assert all("the cotangents differ" in one and "rank 0 has 1, rank 1 has 2" in one for one in messages)
 
 
+def test_outputs_of_any_dtype_get_zero_gradients() -> None:
+    for dtype in (torch.float8_e4m3fn, torch.bfloat16, torch.float64, torch.complex64):
+        loss, y = torch.ones((), requires_grad=True), torch.full((3,), 7.0).to(dtype).requires_grad_()
+        anchored = ad.anchor(loss, y, torch.arange(3))
+        anchored.backward()
+        assert (
+            anchored.dtype is torch.float32 and anchored.item() == 1.0 and loss.grad is not None and y.grad is not None
+        )
+        assert loss.grad.item() == 1.0 and y.grad.dtype is dtype and y.grad.to(torch.complex64).tolist() == [0.0] * 3
+
+
 # A third-order gradient penalty, where one rank leaves the outputs unused
 
 

@@ -7,6 +7,7 @@ from functools import partial
 from itertools import product
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from ranks import RankPool
@@ -149,6 +150,37 @@ def check_default_device(comm: Communicator) -> None:
 
 def test_calls_under_another_default_device(ranks: RankPool) -> None:
     ranks.run(2, check_default_device)
+
+
+def compare_empty(comm: Communicator) -> None:
+    """Layers of 0 features, as nn.Linear has them; the sizes are integers of NumPy and torch."""
+    x, empty = torch.ones(4, 2), torch.ones(4, 0)
+    to_nothing: Any = ad.ColumnParallelLinear(2, torch.tensor(0), comm)  # type: ignore[arg-type]
+    of_nothing: Any = ad.RowParallelLinear(np.array(0), np.uint8(2), comm)  # type: ignore[arg-type]
+    to_nothing_row, of_nothing_column = ad.RowParallelLinear(4, 0, comm), ad.ColumnParallelLinear(0, 4, comm)
+    unsharded = nn.Linear(0, 2)
+    of_nothing.load_full(unsharded.weight, unsharded.bias)
+    for layer, given, expected in (
+        (to_nothing, x, (4, 0)),
+        (of_nothing, empty, (4, 2)),
+        (to_nothing_row, x, (4, 0)),
+        (of_nothing_column, empty, (4, 2)),
+    ):
+        y = layer(given.clone().requires_grad_())
+        assert y.shape == expected
+        y.sum().backward()
+        full = layer.full_state()
+        assert list(full["weight"].shape) == [layer.out_features, layer.in_features]
+        assert "blocks" not in repr(layer.weight.shard)
+    assert_equal(of_nothing(empty), unsharded(empty))
+    for blocks in (0, (), 3):
+        with pytest.raises(ValueError, match=r"blocks is .* in 0 features"):
+            ad.ColumnParallelLinear(2, 0, comm, blocks=blocks)
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_layers_of_no_features_equal_nn_linear(ranks: RankPool) -> None:
+    ranks.run(2, compare_empty)
 
 
 def check_bad_input(comm: Communicator) -> None:

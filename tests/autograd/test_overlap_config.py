@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from ranks import RankPool
@@ -45,6 +46,12 @@ def test_keys_of_transformer_engine_are_converted(kind: str, keys: Mapping[str, 
     assert as_config("layer", keys, kind) == expected
 
 
+@pytest.mark.parametrize("kind", [np.int64, np.array, torch.tensor])
+def test_integers_of_numpy_and_torch_equal_ints(kind: Any) -> None:
+    config = OverlapConfig("slices", chunks=kind(4), compute_streams=kind(2), num_comm_ctas=kind(16), priority=kind(-1))
+    assert repr(config) == repr(replace(PIPELINE, compute_streams=2))
+
+
 @pytest.mark.parametrize(
     ("keys", "error", "text"),
     [
@@ -64,6 +71,8 @@ def test_unknown_keys_raise(keys: Mapping[str, Any], error: type[Exception], tex
 CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"method": "tree"}, "method is 'tree', expected one of auto, slices"),
     ({"chunks": 1.5}, "chunks is 1.5, expected"),
+    ({"chunks": True}, "chunks is True, expected an integer >= 1, or None"),
+    ({"priority": 1 << 31}, "priority is 2147483648, expected an integer"),
     ({"compute_streams": 3}, "compute_streams is 3, expected an integer >= 1 and <= 2"),
     ({"method": "ring", "deterministic": True}, "deterministic=True requires method"),
 ]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -31,6 +32,20 @@ EMBEDDINGS = [  # words, padding_idx, sequence_parallel, seq_dim
     (13, None, True, 0),
     (2, 1, True, 1),
 ]
+
+
+def compare_unusual_sizes(comm: Communicator) -> None:
+    """A vocabulary of no rows, and sizes and an index that are unsigned integers of NumPy."""
+    padded = ad.VocabParallelEmbedding(np.uint8(13), np.uint8(4), comm, np.uint8(2))  # type: ignore[arg-type]
+    assert torch.equal(padded(torch.tensor([2])), torch.zeros(1, 4)) and sum(padded.splits) == 13
+    nothing = torch.zeros(2, 0, dtype=torch.int64)
+    embedding, head = ad.VocabParallelEmbedding(0, 4, comm), ad.VocabParallelHead(4, 0, comm, True)
+    y = head(embedding(nothing))
+    y.sum().backward()
+    assert y.shape == (2, 0, 0) and embedding.full_state()["weight"].shape == head.full_state()["weight"].shape == (
+        0,
+        4,
+    )
 
 
 def compare_embeddings(comm: Communicator) -> None:
@@ -133,6 +148,6 @@ def check_bad_input(comm: Communicator) -> None:
             call()
 
 
-@pytest.mark.parametrize("function", [compare_half_precision, check_bad_input])
-def test_half_precision_and_bad_input(ranks: RankPool, function: Callable[..., None]) -> None:
+@pytest.mark.parametrize("function", [compare_half_precision, compare_unusual_sizes, check_bad_input])
+def test_half_precision_unusual_sizes_and_bad_input(ranks: RankPool, function: Callable[..., None]) -> None:
     ranks.run(2, function)

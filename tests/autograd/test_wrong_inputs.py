@@ -30,6 +30,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "send_recv": {"target": None, "source": None},
     "halo_exchange": {"dim": 0, "halo": (1, 1)},
 }
+LAYERS: list[Any] = [ad.ColumnParallelLinear, ad.RowParallelLinear, ad.VocabParallelEmbedding, ad.VocabParallelHead]
 BAD_INTEGERS: list[Any] = ["0", 1.5, True, torch.ones(2), object()]
 BAD_SIZES: list[Any] = [2, "22", [1.5, 2.5], [None, None], torch.ones(2), [True, True], [[1], [3]], [4], [-1, 5]]
 BAD_VALUES: dict[str, list[Any]] = {
@@ -105,6 +106,9 @@ def check_bad_values(comm: Communicator) -> None:
         for name, options in GOOD.items():
             with pytest.raises(pynccl.NcclInvalidUsage, match="was destroyed; make a new one"):
                 getattr(ad, name)(x, destroyed, **(options if name != "permute" else {"edges": [(0, 0)]}))
+        for layer in LAYERS:
+            with pytest.raises(pynccl.NcclInvalidUsage, match="was destroyed; make a new one"):
+                layer(4, 4, destroyed)
     comm.barrier()
 
 
@@ -131,6 +135,29 @@ def check_swapped_arguments(comm: Communicator) -> None:
         (lambda: any_of.AllSumReduce(line, 0)("x"), "AllSumReduce: x is a str, expected a torch.Tensor"),
         (lambda: any_of.Repartition(line, line)(freed), "or its storage was freed); expected dense ones"),
         (lambda: any_of.anchor(3.0, x), "anchor: loss is 3.0, expected a dense torch.Tensor"),
+        (lambda: any_of.anchor(freed, x), "anchor: loss is a tensor (4, 4) whose storage was freed"),
+        (
+            lambda: any_of.anchor(x, x.to_sparse()),
+            "anchor: output is a sparse (torch.sparse_coo) tensor, expected a de",
+        ),
+        (lambda: any_of.anchor(x, torch.nested.nested_tensor([x])), "pass output.to_padded_tensor(0), or the tensors"),
+        (lambda: any_of.anchor(x, x.to("meta")), "anchor: only one of output and loss is a meta or fake tensor, expe"),
+        (lambda: any_of.anchor(x.to(torch.float8_e4m3fn), x), "anchor: loss is torch.float8_e4m3fn, expected a dtype"),
+        (lambda: any_of.anchor(torch.tensor(1), x), "anchor: loss is torch.int64, expected a dtype with gradients and"),
+        (
+            lambda: any_of.vocab_parallel_cross_entropy(x.to_sparse_csr(), torch.ones(4, dtype=torch.int64), comm),
+            "vocab_parallel_cross_entropy: logits is a sparse (torch.sparse_csr) tensor, expected a dense one; pass",
+        ),
+        # A set loses equal elements, and has no order.
+        (lambda: any_of.Shard(comm, 0, {4}), "Shard: shape is {4}, expected a sequence of sizes"),
+        (lambda: any_of.Partition(comm, {0, 1}), "Partition: ranks is {0, 1}, expected a sequence of integers"),
+        (lambda: any_of.CartesianPartition(comm, {2}), "CartesianPartition: shape is {2}, expected a sequence of int"),
+        (lambda: any_of.split(x, comm, splits={1, 3}), "split: splits is {1, 3}, expected a list with one integer for"),
+        (lambda: any_of.halo_exchange(x, comm, 1, {0, 1}), "halo_exchange: halo is {0, 1}, expected a width, a pair"),
+        (
+            lambda: any_of.clip_grad_norm_(set(row.parameters()), 1.0),
+            "clip_grad_norm_: parameters is {Parameter contai",
+        ),
         (lambda: any_of.copy(freed, comm), "copy: x is a tensor (4, 4) whose storage was freed"),
         (lambda: row(x[:, :3]), "RowParallelLinear: x has shape (4, 3), expected [.., 2]"),
         (lambda: row(x[:, :2].double()), "RowParallelLinear: x is torch.float64, the weight torch.float32; pass x.to("),

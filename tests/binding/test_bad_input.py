@@ -88,6 +88,10 @@ BAD_KINDS: list[Bad] = [
     (init(1, ID, 0, config=1), "TypeError: config is 1, expected a pynccl.CommConfig, or None"),
     (lambda c: Communicator.init_all(0, library=c.library), "ValueError: init_all: devices is 0, expected one or more"),
     (
+        lambda c: Communicator.init_all(12345, library=c.library),
+        "ValueError: init_all: devices is 12345, expected a number of devices up to 1024, or a list",
+    ),
+    (
         lambda c: Communicator.init_all(["cuda:0"], library=c.library),
         "ValueError: init_all: device is 'cuda:0', but the host library works on the CPU",
     ),
@@ -118,6 +122,8 @@ BAD_KINDS: list[Bad] = [
         "TypeError: mem_alloc: dtype is 'f4', expected one of bfloat16",
     ),
     (lambda c: c.all_gather_v(torch.ones(2), counts=[1, 1]), "ValueError: expected 1 count per rank (1 in all), got 2"),
+    (lambda c: c.all_gather_v(torch.ones(2), counts={2}), "TypeError: all_gather_v: counts is {2}, expected a list of"),
+    (lambda c: c.plan.group({1}), "TypeError: plan.group: plans is {1}, expected a list of plans"),
     (lambda c: c.broadcast(torch.ones(2), root=3), "ValueError: broadcast: root is 3, expected 0, the only rank"),
     (lambda c: pynccl.load("/no/lib.so"), "NcclLibraryNotFound: load: spec is '/no/lib.so': cannot open shared object"),
 ]

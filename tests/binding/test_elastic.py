@@ -35,7 +35,7 @@ def test_a_shrink_that_nccl_cannot_do_says_what_to_call_instead() -> None:
     stub = Stub()
     comm = stub.comm(nranks=3, rank=1, cpu=True)
     stub.fail("ncclCommShrink", abi.Result.REMOTE_ERROR)
-    for abort, remedy in ((False, "pass abort=True"), (True, "pynccl.from_store(store, rank, nranks)")):
+    for abort, remedy in ((False, "use survivors()"), (True, "call survivors() in place of shrink()")):
         with pytest.raises(pynccl.NcclRemoteError) as caught:
             comm.shrink([2], abort=abort)
         assert str(caught.value).splitlines()[-1].endswith(remedy)

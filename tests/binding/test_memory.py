@@ -44,6 +44,7 @@ def test_mem_alloc_size_and_single_free() -> None:
 INVALID: list[tuple[Any, Any, type[Exception], str]] = [
     ((2, -3), "float32", ValueError, r"mem_alloc: shape is .*, expected sizes >= 0"),
     ((2, 1.5), "float32", TypeError, r"mem_alloc: shape is .*, expected an integer or a sequence of integers"),
+    *((kind, "float32", TypeError, "mem_alloc: shape is") for kind in (True, (2, True), {2, 3}, torch.tensor(True))),
     ("4", "float32", TypeError, r"mem_alloc: shape is .*, expected an integer or a sequence of integers"),
     (4, torch.complex64, TypeError, "complex64 has no NCCL data type"),
 ]

@@ -19,6 +19,7 @@ RAW = (4096, 4, "int8")
 WINDOW = Window.__new__(Window)
 WINDOW._handle, WINDOW.nbytes = 1, 1 << 40
 WRAPS = 1 << 32  # 0 in a C int
+BOOLS: list[Any] = [True, np.True_, np.array(True), torch.tensor(True)]
 
 
 INVALID: list[tuple[Callable[[Communicator], Any], str]] = [
@@ -30,6 +31,7 @@ INVALID: list[tuple[Callable[[Communicator], Any], str]] = [
     ),
     (lambda c: Communicator.init(2, bytes(128), WRAPS, library=c.library), "rank is 4294967296, expected 0"),
     (lambda c: c.broadcast(X, root=WRAPS), r"broadcast: root is 4294967296, expected a rank in 0\.\.3"),
+    *((lambda c, root=root: c.broadcast(X, root=root), "broadcast: root is") for root in BOOLS),
     (lambda c: c.send(X, -WRAPS), "send: peer is -4294967296, expected a rank"),
     (lambda c: c.all_gather_v(X, counts=[4, 1 << 62, 0, 0]), r"all_gather_v: counts is \[4, 4611686018427387904"),
     (lambda c: c.signal(0, signal=WRAPS, stream=0), r"signal: signal is 4294967296, expected an integer in 0"),

@@ -29,8 +29,8 @@ ORDER: dict[str, str] = {
         comm.deadline comm.observers comm.scratch comm.base comm.call comm.consistency comm.redop comm.groups
         comm.argcheck comm.enqueue comm.collectives comm.collectives_v comm.memory comm.mempool comm.rma
         comm.plan comm.finalize comm.init comm.communicator comm.simulation
-        bootstrap.rendezvous bootstrap.master_store bootstrap.join bootstrap.env bootstrap.mpi
-        bootstrap.stores bootstrap
+        bootstrap.rendezvous bootstrap.master_store bootstrap.generation bootstrap.join
+        bootstrap.survivors bootstrap.sync_state bootstrap.env bootstrap.mpi bootstrap.stores bootstrap
         torch_backend.c10d torch_backend.tensors torch_backend.work torch_backend.routes torch_backend.messages
         torch_backend.collectives torch_backend.backend torch_backend
         nccl_params __init__

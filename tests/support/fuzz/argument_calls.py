@@ -57,10 +57,15 @@ pynccl.Communicator.init_all(devices=1, library=None)
 pynccl.Communicator.join_grown(nranks=1, unique_id=bytes(128), rank=0, device=None, config=None, timeout=0.2, \
 library=None)
 pynccl.Communicator.from_process_group(group=group)
-pynccl.from_store(store=store, rank=0, nranks=1, device=None, config=None, timeout=1.0, library=None, local_rank=0)
+pynccl.from_store(store=store, rank=0, nranks=1, device=None, config=None, timeout=1.0, library=None, local_rank=0, \
+elastic=False)
+elastic(store).commit(timeout=1.0)
+elastic(store).agree(step=1, timeout=1.0)
+elastic(store).survivors(timeout=1.0)
+behind(elastic(store)).sync_state(x, timeout=1.0)
 pynccl.from_file(path=fresh, rank=0, nranks=1, device=None, config=None, timeout=1.0, library=None, \
 local_rank=0)
-pynccl.init(device=None, config=None, timeout=1.0, library=None)
+pynccl.init(device=None, config=None, timeout=1.0, library=None, elastic=False)
 pynccl.init_all(devices=1, library=None)
 pynccl.abort(comms=[], timeout=1.0)
 pynccl.create_event(device=None, timing=False, library=None)
@@ -250,6 +255,15 @@ def grouped(calls: Callable[[], Any]) -> Any:
         return calls()
 
 
+def elastic(store: Any) -> pynccl.Communicator:
+    return pynccl.from_store(store, 0, 1, elastic=True)
+
+
+def behind(comm: pynccl.Communicator) -> pynccl.Communicator:
+    comm.agree(1)
+    return comm
+
+
 def names_of(env: Any, call: str) -> dict[str, Any]:
     """Return the names that this call may use. Its tensors and modules are new: an earlier call may have kept or
     changed others."""
@@ -276,5 +290,7 @@ def names_of(env: Any, call: str) -> dict[str, Any]:
         "model": model,
         "loss": loss,
         "grouped": grouped,
+        "elastic": elastic,
+        "behind": behind,
         "store": torch.distributed.HashStore(),
     }

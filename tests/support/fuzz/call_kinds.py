@@ -74,7 +74,7 @@ VALID: dict[str, Callable[[Any, int], bool]] = {
     "dtype": lambda value, n: value is None or isinstance(value, (str, torch.dtype, pynccl.DataType, type)),
     "color": lambda value, n: value is None or is_integer(value),
     "key": lambda value, n: is_integer(value),
-    "size": lambda value, n: is_integer(value) or isinstance(value, (tuple, list, range, np.ndarray, Tensor)),
+    "size": lambda value, n: is_integer(value) or isinstance(value, (tuple, list, range, np.ndarray, Tensor, Iterator)),
     "integers": lambda value, n: VALID["size"](value, n) or (isinstance(value, Iterable) and type(value) not in TEXTS),
     "integers or none": lambda value, n: value is None or VALID["integers"](value, n),
     "number": lambda value, n: _number(value) or isinstance(value, (np.ndarray, Tensor, pynccl.Memory)),
@@ -96,7 +96,7 @@ VALID: dict[str, Callable[[Any, int], bool]] = {
     "edges": lambda value, n: isinstance(value, (list, tuple, dict, set, range)) and not value,
     "halo": lambda value, n: is_integer(value) or isinstance(value, (tuple, list, range, np.ndarray, Iterator)),
 }
-BUFFER_KINDS = ("buffer", "recv", "tensor")
+BUFFER_KINDS = ("buffer", "root buffer", "recv", "tensor")
 
 
 # Values that are valid ranks or no rank: with one as a peer, the call would need the other ranks.
@@ -108,7 +108,9 @@ SOME_RANKS = {"[0]", "{1}", "{0: 1}", "(0, 1)", "range(2)", "np.array([0, 1])", 
 def values_of_kind(kind: str) -> list[str]:
     """Return the names of the values to try for a parameter of this kind."""
     if kind in BUFFER_KINDS:
-        return [*(f"buffer {name}" for name in BUFFERS), *SCALARS]
+        names = [*(f"buffer {name}" for name in BUFFERS), *SCALARS]
+        # Only root allocates recv, which it cannot for a Memory.
+        return [name for name in names if kind != "root buffer" or not name.endswith("memory")]
     if kind in ("self", "ad comm"):
         return ["destroyed comm", "aborted comm"] if kind == "self" else ["destroyed comm", "aborted comm", *SCALARS]
     if kind == "no buffer":

@@ -203,6 +203,8 @@ def must_raise(drawn: Plan, args: Arguments, ranks: int) -> str:
                 return f"{role} is {name}, which NCCL cannot take"
         elif kind in BUFFER_KINDS:
             tensor = isinstance(name, str) and name.startswith(("torch.tensor", "np.array", "memory"))
+            tensors = kind == "tensor" and isinstance(args[role], (list, tuple))  # a list of tensors, also of none
+            tensor = tensor or (tensors and all(isinstance(one, Tensor) for one in args[role]))
             if not tensor and not (name == "None" and kind == "recv"):
                 return f"{role} is {name}, which is not a buffer"
         elif name in ("destroyed comm", "aborted comm") and kind in ("self", "ad comm"):
@@ -248,8 +250,8 @@ def short(x: Any) -> str:
 # ------------------------------------------------------------------------------------------------------ judging errors
 
 REMEDY = re.compile(
-    r"expected|\bbut\b|got |\bpass\b|must|\bneeds?\b|make |\buse\b|convert|view it|move|\bset\b|pad it|call |leave it"
-    r"|give|install|run with|not divisible|is no |after|belongs|counts say",
+    r"expected|\bbut\b|got |\bpass\b|must|\bneeds?\b|make |create |\buse\b|convert|view it|move|\bset\b|pad it|call "
+    r"|leave it|give|install|run with|not divisible|is no |after|belongs|counts say",
 )
 KINDS = (TypeError, ValueError, NotImplementedError, pynccl.NcclError)
 

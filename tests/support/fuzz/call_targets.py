@@ -84,7 +84,7 @@ def method(name: str, **fixed: Any) -> Callable[[Any, Arguments], Any]:
 
 COMM = ("self", "comm")
 STREAM, CONFIG, OP = ("stream", None), ("config", None), ("op", "sum")
-SEND, RECV = ("buffer", "tensor"), ("recv", "tensor")
+SEND, ROOT_SEND, RECV = ("buffer", "tensor"), ("root buffer", "tensor"), ("recv", "tensor")
 
 
 def _self_method(name: str) -> Callable[[Any, Arguments], Any]:
@@ -155,7 +155,7 @@ BINDING = [
            {"comm": COMM, "send": SEND, "recv": RECV, "root": ("rank", 0), "stream": STREAM, "config": CONFIG},
            right_broadcast),
     Target("reduce", method("reduce"),
-           {"comm": COMM, "send": SEND, "op": OP, "root": ("rank", 1), "stream": STREAM, "config": CONFIG}),
+           {"comm": COMM, "send": ROOT_SEND, "op": OP, "root": ("rank", 1), "stream": STREAM, "config": CONFIG}),
     Target("reduce", _self_method("reduce"), {"send": SEND, "recv": RECV, "op": OP, "root": ("only 0", 0)}),
     Target("all_gather", method("all_gather"),
            {"comm": COMM, "send": SEND, "recv": ("recv", "8 elements"), "stream": STREAM, "config": CONFIG},
@@ -168,7 +168,7 @@ BINDING = [
     Target("all_to_all", method("all_to_all"),
            {"comm": COMM, "send": SEND, "recv": RECV, "stream": STREAM, "config": CONFIG}, _all_to_all),
     Target("gather", method("gather"),
-           {"comm": COMM, "send": SEND, "root": ("rank", 1), "stream": STREAM, "config": CONFIG}),
+           {"comm": COMM, "send": ROOT_SEND, "root": ("rank", 1), "stream": STREAM, "config": CONFIG}),
     Target("gather", _self_method("gather"), {"send": SEND, "recv": RECV, "root": ("only 0", 0)}),
     Target("scatter", method("scatter"),
            {"comm": COMM, "send": SEND, "root": ("rank", 1), "stream": STREAM, "config": CONFIG}),

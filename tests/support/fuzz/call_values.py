@@ -79,7 +79,7 @@ RANK_OBJECTS = {
     "event": "env.event",
     "window": "env.window",
     "closed window": "env.closed_window",
-    "memory": "env.memory",
+    "memory": "env.fresh_memory(rank)",
     "freed memory": "env.freed_memory",
     "unique id": "pynccl.get_unique_id()",
     "library": "env.comm.library",
@@ -91,7 +91,7 @@ NAMES |= {"SimpleNamespace": SimpleNamespace, "BadIndex": BadIndex, "Hostile": H
 
 
 def made(expression: str) -> Make:
-    return lambda env, rank: eval(expression, {**NAMES, "env": env})
+    return lambda env, rank: eval(expression, {**NAMES, "env": env, "rank": rank})
 
 
 SCALARS: dict[str, Make] = {name: made(name) for name in EXPRESSIONS}
