@@ -167,7 +167,7 @@ def _files(job: Job, ended: RunResult) -> list[str]:
 
 
 def _log(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()[1:]] if path.exists() else []
+    return [json.loads(x) for x in path.read_text().splitlines() if x.startswith("{")] if path.exists() else []
 
 
 def _of(log: list[dict[str, Any]], *events: str) -> list[dict[str, Any]]:
