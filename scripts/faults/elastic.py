@@ -6,7 +6,7 @@ earlier death. The outcome of a run is one of
 
     right              who was left has finished the job; the state equals, bit for bit, that of a single process that
                        is told who was a member in which step; all ranks agreed after each step
-    lost for no fault  a rank is out that had no fault
+    lost for no fault  a rank is out that had no fault, and was not cut off from the store by the end of a link
     wrong name         the verdict does not name a rank that is lost
     stale write        a rank of an earlier generation moved its checkpoint into place after one of a later
     disagreement       ranks have committed different states, or a survivor has lost a step that it had committed
@@ -54,7 +54,7 @@ from faults.ranks import RunResult, Server, run
 from pynccl import progress
 from pynccl.tools import command
 
-KINDS = ("none", "kill", "os-exit", "exception", "exit", "stop", "impatient")
+KINDS = ("none", "kill", "os-exit", "exception", "exit", "stop", "impatient", "cut")
 OUTCOMES = (
     *("right", "lost for no fault", "wrong name", "stale write", "disagreement"),
     *("hang", "crash", "wrong data", "left-over process", "left-over file"),
@@ -93,7 +93,7 @@ def draw(seed: int, only: str = "", launcher: str = "") -> Job:
     victims = rng.sample(range(size), rng.randint(1, size - 1) if several else 1)
     faults = []
     for number, rank in enumerate(victims):
-        kind = only or rng.choice(KINDS[1:] if number or rng.random() < 0.95 else KINDS[:1])
+        kind = only or rng.choice(KINDS[1:-1] if number or rng.random() < 0.95 else KINDS[:1])
         place, visit = rng.choice(possible), rng.randint(1, steps - 1)
         if number and rng.random() < 0.6:  # while the first loss is handled
             place, visit = rng.choice(elastic_job.MEETING_PLACES), rng.randint(1, number)
@@ -104,6 +104,11 @@ def draw(seed: int, only: str = "", launcher: str = "") -> Job:
         pause = rng.choice((0.5, 2.0, 6.0, 12.0)) if kind == "stop" else 0.0
         if kind != "none":
             faults.append(elastic_job.Fault(rank, kind, place, visit, delay, pause))
+    if only == "cut" or (not only and transport == "nodes" and rng.random() < 0.15):
+        launcher, transport = "fork", "nodes"
+        faults = [elastic_job.Fault(victims[0], "cut", rng.choice(possible), rng.randint(1, steps - 1))]
+    elif launcher == "fork" and rng.random() < 0.1:
+        faults.append(elastic_job.Fault(size, "stop", "store", 1, rng.uniform(0.5, 3.0), 3.0))
     separate, watch, destroy = transport == "nodes" and rng.random() < 0.7, rng.random() < 0.8, rng.random() < 0.5
     return Job(seed, size, steps, launcher, transport, separate, watch, destroy, extras, faults)
 
@@ -116,7 +121,8 @@ def execute(job: Job, folder: Path, server: Server, nodes: Nodes | None) -> RunR
     sides = tuple(tuple(range(side, job.size, 2)) for side in range(2))
     sides = ((*sides[0], job.size), sides[1])  # the last one serves the store
     processes = job.size + 1 if job.launcher in ("fork", "agents") else 1
-    program = Program(job.seed, processes, "environment", Fault("none", nodes=sides if nodes else ()), job.text())
+    name = "link-cut" if any(fault.kind == "cut" for fault in job.faults) else "none"
+    program = Program(job.seed, processes, "environment", Fault(name, nodes=sides if nodes else ()), job.text())
 
     def meanwhile() -> None:
         for path in folder.glob("stop-*"):
@@ -151,9 +157,10 @@ def judge(job: Job, folder: Path, ended: RunResult) -> Verdict:
         ("left-over process", lambda: ", ".join(ended.processes)),
         ("left-over file", lambda: ", ".join(_files(job, ended)[:5])),
     ]
+    if job.launcher == "restart":  # which is only timed
+        missing = [rank for rank, log in enumerate(logs) if not _of(log, "end")]
+        checks = [*checks[:2], ("crash", lambda: f"ranks {missing} did not finish" if missing else "")]
     for outcome, check in checks:
-        if job.launcher == "restart" and outcome not in ("hang", "wrong data"):
-            continue
         if why := check():
             verdict.outcome, verdict.why = outcome, why
             break
@@ -238,7 +245,9 @@ def _stale(logs: list[list[dict[str, Any]]]) -> str:
 
 def _innocent(job: Job, logs: list[list[dict[str, Any]]]) -> str:
     """Return which rank that had no fault is out, or that the others have gone on without. Only a stop can do that."""
-    struck = {rank for rank, log in enumerate(logs) if _struck(log) - {"impatient"}}
+    struck = {rank for rank, log in enumerate(logs) if _struck(log) - {"impatient", "cut"}}
+    if any("cut" in _struck(log) for log in logs):
+        struck |= {*range(1, job.size, 2)}  # those on the node without the store
     for rank, log in enumerate(logs):
         for line in _of(log, "first", "out"):
             lost = {rank} if line["event"] == "out" else set(range(job.size)) - {*line["members"]}

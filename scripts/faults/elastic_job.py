@@ -43,6 +43,7 @@ MEETING_PLACES = ("survivors", "agree", "sync", "syncing")
 class Fault:
     """What happens to a rank when it comes to a place for the n-th time (`visit`).
 
+    rank   of the launch; the number of ranks: the process that serves the store
     delay  seconds from there, while the rank goes on; 0: there
     pause  of a stop: seconds until it is continued"""
 
@@ -176,8 +177,7 @@ class Rank:
         if fault.kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif fault.kind == "stop":
-            Path(self.job.folder, f"stop-{self.rank}-{time.monotonic_ns()}").write_text(f"{os.getpid()} {fault.pause}")
-            os.kill(os.getpid(), signal.SIGSTOP)
+            stop(self.job.folder, fault.pause)
         elif fault.kind == "os-exit":
             os._exit(3)
         elif fault.kind == "exit":
@@ -186,14 +186,16 @@ class Rank:
             raise ValueError("no sample 17 in shard 3")
         elif fault.kind == "impatient":
             self.patience = 1e-4
+        elif fault.kind == "cut":
+            Path(self.job.folder, "struck").touch()
 
     # What all ranks do
 
     def run(self) -> None:
-        job, elastic = self.job, self.job.launcher != "restart"
+        job, restarts = self.job, self.job.launcher == "restart"
         self.members, self.patience = list(range(job.size)), CALL_SECONDS
-        self.comm = pynccl.init(elastic=elastic, timeout=60)
-        if not elastic and os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
+        self.comm = pynccl.init(elastic=True, timeout=60)
+        if restarts and os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
             job.faults = []
             self.check_sum("first")
         fresh = True
@@ -211,13 +213,13 @@ class Rank:
             except pynccl.NcclError as error:
                 first = str(error).partition("\n")[0]
                 self.log("error", place=self.place, peers=self.peers, type=type(error).__name__, text=first[:400])
-                if " is out of generation" in first:
-                    self.log("out", state=self.state.digest())
+                if self.place == "survivors":  # what it raises ends this rank
+                    self.log("out", text=first[:400])
                     sys.exit(OUT)
                 if "load a checkpoint" in str(error):  # that of step 0
                     self.state = State(job)
                     self.log("anew")
-                if not elastic:
+                if restarts:
                     raise
                 fresh = False
         rows = self.state.history.tolist()
@@ -230,6 +232,7 @@ class Rank:
         state = self.state
         self.at("survivors")
         self.comm = self.comm.survivors(MEET_SECONDS)
+        self.place = "first"
         self.log("survivors", generation=self.comm.generation, size=self.comm.size)
         self.check_sum("first")
         self.at("agree")
@@ -376,8 +379,17 @@ def ended(folder: str, names: str, count: int) -> bool:
     return len(found) == count and all(found)
 
 
+def stop(folder: str, pause: float) -> None:
+    """Stop this process. The campaign continues it."""
+    Path(folder, f"stop-{os.getpid()}-{time.monotonic_ns()}").write_text(f"{os.getpid()} {pause}")
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def serve(job: Job) -> None:
     """Serve the store until all ranks have ended."""
+    for fault in job.faults:
+        if fault.rank == job.size:
+            threading.Timer(fault.delay, stop, [job.folder, fault.pause]).start()
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = torch.distributed.TCPStore(host, port, is_master=True, wait_for_workers=False)
     names = "agent-*" if job.launcher == "agents" else "log-*"
