@@ -244,29 +244,37 @@ def _stale(logs: list[list[dict[str, Any]]]) -> str:
 
 
 def _innocent(job: Job, logs: list[list[dict[str, Any]]]) -> str:
-    """Return which rank that had no fault is out, or that the others have gone on without. Only a stop can do that."""
+    """Return which rank that had no fault is out, or that the others have gone on without; or who met for no loss."""
+    kinds = set[str]().union(*map(_struck, logs))
     struck = {rank for rank, log in enumerate(logs) if _struck(log) - {"impatient", "cut"}}
-    if any("cut" in _struck(log) for log in logs):
+    if "cut" in kinds:
         struck |= {*range(1, job.size, 2)}  # those on the node without the store
     for rank, log in enumerate(logs):
+        before = set(range(job.size))
         for line in _of(log, "first", "out"):
-            lost = {rank} if line["event"] == "out" else set(range(job.size)) - {*line["members"]}
-            if lost - struck:
-                return f"rank {rank}: {line['event']} without ranks {sorted(lost - struck)}: {line.get('verdict', '')}"
+            members = before - {rank} if line["event"] == "out" else {*line["members"]}
+            if lost := before - members - struck:
+                return f"rank {rank}: {line['event']} without ranks {sorted(lost)}: {line.get('text', '')}"
+            if members == before and not kinds & {"impatient", "stop"} and all(x.kind != "stop" for x in job.faults):
+                return f"rank {rank}: generation {line['generation']} has the members of the one before"
+            before = members
     return ""
 
 
 def _names(job: Job, logs: list[list[dict[str, Any]]]) -> str:
+    """Return whom a verdict does not name. One that waits no longer for a slow exit does not know the exception."""
     for rank, log in enumerate(logs):
-        before = set(range(job.size))
-        for line in _of(log, "first"):
+        before, verdict = set(range(job.size)), ""
+        for line in _of(log, "survivors", "first"):
+            verdict += line.get("verdict", "")
+            if line["event"] == "survivors":
+                continue
             for lost in before - {*line["members"]}:
-                if f"rank {lost}" not in line["verdict"]:
-                    return f"rank {rank}: the verdict does not name rank {lost}: {line['verdict'][:300]!r}"
                 raised = job.watch and job.transport != "nodes" and _struck(logs[lost]) == {"exception"}
-                if raised and "ValueError" not in line["verdict"]:
-                    return f"rank {rank}: the verdict does not say what rank {lost} raised: {line['verdict']!r}"
-            before = {*line["members"]}
+                known = "ValueError" in verdict or f"rank {lost} has not come" in verdict
+                if f"rank {lost}" not in verdict or (raised and not known):
+                    return f"rank {rank}: the verdict does not say how rank {lost} was lost: {verdict[:400]!r}"
+            before, verdict = {*line["members"]}, ""
     return ""
 
 

@@ -233,7 +233,7 @@ class Rank:
         self.at("survivors")
         self.comm = self.comm.survivors(MEET_SECONDS)
         self.place = "first"
-        self.log("survivors", generation=self.comm.generation, size=self.comm.size)
+        self.log("survivors", generation=self.comm.generation, verdict=self.comm.verdict)
         self.check_sum("first")
         self.at("agree")
         before, state.step = state.step, self.comm.agree(state.step, MEET_SECONDS)
@@ -248,7 +248,7 @@ class Rank:
         ranks = torch.zeros(self.comm.size, dtype=torch.int64)
         self.comm.all_gather(torch.tensor([self.rank]), ranks)
         self.members = ranks.tolist()
-        self.log(event, generation=self.comm.generation, members=self.members, verdict=self.comm.verdict)
+        self.log(event, generation=self.comm.generation, members=self.members)
 
     def make_groups(self) -> None:
         comm, index = self.comm, self.comm.rank
