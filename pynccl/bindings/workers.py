@@ -141,9 +141,9 @@ class WorkerCall(Generic[T]):
         After `limit` seconds, or at the end of the process, raise `timeout_error()`; the call goes on in its thread.
 
         check  called now and then meanwhile, may raise too"""
-        clock, slice_ = Clock(limit), threading.TIMEOUT_MAX if check is None else _CHECK_SECONDS
-        while not self.done.wait(max(min(clock.left(), _exit.left(), slice_), 0.0)):
-            if min(clock.left(), _exit.left()) <= 0:
+        end, slice_ = time.monotonic() + limit, threading.TIMEOUT_MAX if check is None else _CHECK_SECONDS
+        while not self.done.wait(max(min(end - time.monotonic(), _exit.left(), slice_), 0.0)):
+            if min(end - time.monotonic(), _exit.left()) <= 0:
                 raise timeout_error()
             if check is not None:
                 check()

@@ -25,7 +25,6 @@ from typing import Any, NamedTuple, TypeVar
 from ..bindings.errors import NcclError, NcclRemoteError, NcclTimeout, reworded
 from ..bindings.library import Library
 from ..bindings.structs import CommConfig
-from ..bindings.values import INT_MAX
 from ..bindings.workers import Clock, WorkerCall, ends_before
 from ..comm.communicator import Communicator
 from ..comm.finalize import graph_hint, revoke
@@ -56,15 +55,16 @@ class Launch:
     rank    of the launch
     uid     of its first communicator
     newest  the last generation that this rank was in
-    whole   the newest step that its state can have: less than the program says if a sync_state has failed"""
+    behind  from `agree` until `sync_state` returns: the newest step, and the one that this rank's state is at"""
 
     newest: Generation
     uid = ""
-    whole = INT_MAX
+    behind: tuple[int, int] | None = None
 
     def __init__(self, store: Any, rank: int, setup: Setup) -> None:
         self.store, self.rank, self.setup = store, rank, setup
         self.meeting = threading.RLock()  # one thread at a time meets the other ranks
+        self.copying = threading.Lock()  # held while sync_state changes the state of this rank
         self._client = StoreClient(store)
         self._processes: dict[int, tuple[int, int]] = {}  # on this node: rank -> pid and start
         self._left: set[int] = set()  # ranks whose program has ended without an error
@@ -145,12 +145,12 @@ class Generation:
     number   0, 1, ..; members: its ranks, in order
     verdict  who was lost before it, at which line, and why
     ended    the error of its calls once it has ended; None: it has not
-    agreed   by `agree`: the rank that has the newest step, the ranks that are behind, and this rank's step"""
+    agreed   by `agree`: the rank that has the newest step, and the ranks that are behind"""
 
     def __init__(self, launch: Launch, comm: Communicator, number: int, members: Sequence[int], verdict: str) -> None:
         self.launch, self.number, self.members, self.verdict = launch, number, tuple(members), verdict
         self.ended: NcclError | None = None
-        self.agreed: tuple[int, tuple[int, ...], int] | None = None
+        self.agreed: tuple[int, tuple[int, ...]] | None = None
         self.comm, self.comm_uid = weakref.ref(comm), comm.uid
         self._comms: weakref.WeakSet[Communicator] = weakref.WeakSet()
         self._lock = threading.Lock()
@@ -170,9 +170,13 @@ class Generation:
             comm.check_alive()
 
     def check(self) -> None:
-        """Raise if it has ended, or if a call on one of its communicators has failed."""
+        """Raise if it has ended."""
         if self.ended is not None:
             raise reworded(self.ended, str(self.ended))
+
+    def check_calls(self) -> None:
+        """Raise if it has ended, or if a call on one of its communicators has failed."""
+        self.check()
         for comm in list(self._comms):
             if comm.alive:
                 comm.check_async_error()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -21,7 +22,7 @@ from ..bindings.abi import UniqueId
 from ..bindings.errors import NcclError, NcclInvalidUsage, NcclRemoteError, NcclTimeout
 from ..bindings.library import host_module
 from ..bindings.values import INT_MAX, INT_MIN, integer
-from ..bindings.workers import Clock, WorkerCall
+from ..bindings.workers import GRACE_SECONDS, Clock, WorkerCall
 from ..comm.base import explained
 from ..comm.communicator import Communicator, bootstrap
 from ..comm.consistency import all_gather_texts
@@ -37,7 +38,9 @@ from .rendezvous import first_line
 
 T = TypeVar("T")
 
+TORN = INT_MIN  # the step of a rank whose state sync_state has copied in part
 SILENT_SECONDS = 5.0  # then a rank that has not noticed the next generation is not waited for
+_STREAMS_SECONDS = 1.0  # for the streams of the host library to end what was aborted
 _PAUSE_SECONDS, _PAUSE_PER_RANK = 0.005, 0.0002  # between two looks at the store
 
 
@@ -76,7 +79,7 @@ def survivors(comm: Communicator, timeout: float | None = 30.0) -> Communicator:
         made = newest.comm()
         if newest is not generation and made is not None and newest.ended is None and made.alive:
             with contextlib.suppress(NcclError):  # it has failed in turn: meet once more
-                newest.check()
+                newest.check_calls()
                 return made  # the other caller of this process has met them
         number, members = newest.number, _Members(list(newest.members), {})
         why = newest.ended.verdict if newest.ended is not None else _why(launch, newest)
@@ -101,6 +104,12 @@ def _meet(newest: Generation, number: int, before: _Members, why: str, clock: Cl
     launch = newest.launch
     newest.end(launch.open(number, why, clock))
     newest.wait_for_end(clock)
+    if not launch.copying.acquire(timeout=min(max(clock.left(), 0.0), threading.TIMEOUT_MAX)):
+        raise NcclTimeout(f"survivors: sync_state's load_state_dict() has not returned for {clock.seconds()}")
+    launch.copying.release()
+    if launch.setup.library.is_host:
+        with contextlib.suppress(NcclTimeout):  # of other communicators' operations
+            WorkerCall(_forget_errors, "streams").result(min(clock.left(), _STREAMS_SECONDS), NcclTimeout)
     launch.note(number, "came", str(launch.rank), clock)
     window, noted = clock.left() * 2 / 3, set[int]()
     keys, began = launch.prefix(number), Clock(None)
@@ -131,6 +140,17 @@ def _meet(newest: Generation, number: int, before: _Members, why: str, clock: Cl
         elif clock.left() <= 0:
             raise NcclTimeout(f"survivors: {ranks_text(waiting)} did not come within {clock.seconds()}")
         time.sleep(_PAUSE_SECONDS + _PAUSE_PER_RANK * len(before.ranks))
+
+
+def _forget_errors() -> None:
+    """Forget the errors of aborted operations on the host library's streams, as on a GPU, where a stream goes on after
+    an abort: commit would raise them in the next generation."""
+    while True:
+        try:
+            host_module().synchronize()
+            return
+        except NcclError:
+            continue
 
 
 def _close(store: Any, key: str, text: str) -> None:
@@ -200,9 +220,14 @@ def _failed(number: int, error: NcclError, clock: Clock) -> Exception:
 def in_time(generation: Generation, call: Callable[[], T], operation: str, clock: Clock) -> T:
     """Return `call()`, in which this rank waits for the others. NcclTimeout at the deadline; the call ends when the
     generation does. Work issued before and in it has run."""
-    generation.check()
-    comm, site = generation.comm(), call_site()
+    generation.check_calls()
+    comm, site, began = generation.comm(), call_site(), Clock(None)
     assert comm is not None  # the caller has it
+
+    def check() -> None:
+        if began.waited() > GRACE_SECONDS:  # a rank may have left after its part, which this one is about to complete
+            generation.check_calls()
+        generation.check()
 
     def late() -> NcclError:
         text = f"{operation}: not all ranks came within {clock.seconds()}\n  call survivors() to go on without them"
@@ -210,18 +235,18 @@ def in_time(generation: Generation, call: Callable[[], T], operation: str, clock
 
     def run() -> T:
         with called_from(site), comm._on_own_device():
-            _synchronize(comm)
-            generation.check()  # a stream goes on after an abort
+            synchronize(comm)
+            generation.check_calls()  # a stream goes on after an abort
             found = call()
-            _synchronize(comm)
+            synchronize(comm)
             return found
 
-    found = WorkerCall(run, operation).result(clock.left(), late, generation.check)
+    found = WorkerCall(run, operation).result(clock.left(), late, check)
     generation.check()
     return found
 
 
-def _synchronize(comm: Communicator) -> None:
+def synchronize(comm: Communicator) -> None:
     """Block until everything issued so far on the device has run. Raise its first error."""
     if comm.library.is_host:
         host_module().synchronize()
@@ -237,20 +262,21 @@ def commit(comm: Communicator, timeout: float | None = 30.0) -> None:
 @bootstrap
 def agree(comm: Communicator, step: int, timeout: float | None = 30.0) -> int:
     generation, clock = elastic(comm, "agree"), Clock(timeout, "agree: timeout")
-    launch = generation.launch
-    number = min(integer(step, "agree: step", INT_MIN, INT_MAX), launch.whole)
+    number, launch = integer(step, "agree: step", TORN + 1, INT_MAX), generation.launch
+    if launch.behind is not None and number == launch.behind[0]:  # sync_state has not brought it there
+        number = launch.behind[1]
     rows = in_time(generation, lambda: all_gather_texts({comm: f"agree\0{number}"})[comm], "agree", clock)
     steps = [int(row.partition("\0")[2]) for row in rows]
     newest = max(steps)
-    behind = tuple(rank for rank, other in enumerate(steps) if other < newest)
-    if comm.rank not in behind:
-        launch.whole = INT_MAX
-    if newest == INT_MIN:
+    if newest == TORN:
+        launch.behind = None
         raise RuntimeError(  # no NcclError, after which the program would call survivors() and go on
             "agree: no rank has a whole state: the last one that had the newest died in sync_state\n"
-            "  load a checkpoint on all ranks, and call agree() again"
+            "  load a checkpoint on all ranks, and call agree() with its step"
         )
-    generation.agreed = steps.index(newest), behind, number
+    behind = tuple(rank for rank, other in enumerate(steps) if other < newest)
+    generation.agreed = steps.index(newest), behind
+    launch.behind = (newest, number) if number < newest else None
     return newest
 
 

@@ -12,11 +12,11 @@ from functools import partial
 from typing import Any
 
 from ..bindings.errors import NcclInvalidUsage
-from ..bindings.values import INT_MAX, INT_MIN, methods, shown, type_of
+from ..bindings.values import methods, shown, type_of
 from ..bindings.workers import Clock
 from ..comm.communicator import Communicator, bootstrap
-from .generation import Launch
-from .survivors import elastic, in_time
+from .generation import Generation
+from .survivors import TORN, elastic, in_time, synchronize
 
 
 @bootstrap
@@ -26,11 +26,10 @@ def sync_state(comm: Communicator, objects: Sequence[Any], timeout: float | None
         _check(one)
     if generation.agreed is None:
         raise NcclInvalidUsage("sync_state: call comm.agree(step) first: it finds who has the newest state")
-    source, behind, step = generation.agreed
-    if comm.rank in behind:
-        generation.launch.whole = step
+    source, behind = generation.agreed
     if behind:
-        in_time(generation, partial(_sync, generation.launch, comm, objects, source, behind), "sync_state", clock)
+        in_time(generation, partial(_sync, generation, comm, objects, source, behind), "sync_state", clock)
+    generation.launch.behind = None
 
 
 def _check(one: Any) -> None:
@@ -41,15 +40,24 @@ def _check(one: Any) -> None:
         methods(one, ("state_dict", "load_state_dict"), f"sync_state: {type_of(one)}", kinds)
 
 
-def _sync(launch: Launch, comm: Communicator, objects: Sequence[Any], source: int, behind: Sequence[int]) -> None:
+def _sync(
+    generation: Generation, comm: Communicator, objects: Sequence[Any], source: int, behind: Sequence[int]
+) -> None:
+    """Copy the objects. Until this rank has them all, `agree` takes it for one without a state, if it is behind."""
+    launch = generation.launch
     takes_part = comm.rank == source or comm.rank in behind
-    group = comm.split(0 if takes_part else None, int(comm.rank != source))  # the source becomes rank 0
-    if group is not None:
-        with group:
-            for one in objects:
-                launch.whole = INT_MIN if group.rank else INT_MAX  # until all objects are copied
-                _copy(group, one)
-    launch.whole = INT_MAX
+    with launch.copying:
+        group = comm.split(0 if takes_part else None, int(comm.rank != source))  # the source becomes rank 0
+        if launch.behind is not None:
+            launch.behind = launch.behind[0], TORN
+        if group is not None:
+            with group:
+                for one in objects:
+                    _copy(group, one)
+        synchronize(comm)
+        generation.check()  # a stream goes on after an abort
+        if launch.behind is not None:
+            launch.behind = launch.behind[0], launch.behind[0]
 
 
 def _copy(group: Communicator, one: Any) -> None:

@@ -34,6 +34,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from typing import TypeVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -46,55 +47,74 @@ from faults.ranks import Server, run
 from pynccl import progress
 from pynccl.tools import command
 
+T = TypeVar("T")
+V = TypeVar("V")
+
+
+def on_servers(
+    items: Iterable[T],
+    at_once: int,
+    run_one: Callable[[T, Server, Nodes | None], V | None],
+    report: Callable[[V], None] | None = None,
+) -> list[V]:
+    """Return what run_one(item, server, nodes) returned for each item, but for None. Each of `at_once` threads has its
+    own rank server and its own two nodes, None without the permission to create them.
+
+    After an error or Ctrl-C, runs in progress complete and no further run starts."""
+    without_nodes = bool(unavailable_reason())
+    with contextlib.ExitStack() as stack:
+        idle: queue.SimpleQueue[tuple[Server, Nodes | None]] = queue.SimpleQueue()
+        for slot in range(at_once):
+            server = stack.enter_context(contextlib.closing(Server()))
+            nodes = None if without_nodes else stack.enter_context(contextlib.closing(Nodes(slot)))
+            idle.put((server, nodes))
+
+        def run(item: T) -> V | None:
+            server, nodes = idle.get()
+            try:
+                return run_one(item, server, nodes)
+            finally:
+                idle.put((server, nodes))
+
+        executor = ThreadPoolExecutor(at_once)
+        stack.callback(executor.shutdown, cancel_futures=True)
+        found = []
+        for done in as_completed([executor.submit(run, item) for item in items]):
+            if (value := done.result()) is not None:
+                found.append(value)
+                if report:
+                    report(value)
+    return found
+
 
 def campaign(
     seeds: Iterable[int], folder: Path, jobs: int = 2, only: str = "", report: Callable[[Verdict], None] | None = None
 ) -> list[Verdict]:
-    """Run all seeds on `jobs` threads. Each thread has its own rank server and its own two nodes.
+    """Run all seeds on `jobs` threads.
 
     folder  keeps a folder of each run that failed
     only    the fault of all runs; "": each seed determines its own
     report  is called with each verdict
 
-    After an error or Ctrl-C, runs in progress complete and no further run starts. Without the permission to create two
-    nodes, all ranks run on one, and faults that need two nodes are skipped.
+    Without the permission to create two nodes, all ranks run on one, and faults that need two nodes are skipped.
     """
-    without_nodes = unavailable_reason()
-    if without_nodes:
-        print(f"skipping link-cut and packet-loss, cannot create two nodes: {without_nodes}", file=sys.stderr)
-    with contextlib.ExitStack() as stack:
-        idle: queue.SimpleQueue[tuple[Server, Nodes | None]] = queue.SimpleQueue()
-        for slot in range(jobs):
-            server = stack.enter_context(contextlib.closing(Server()))
-            nodes = None if without_nodes else stack.enter_context(contextlib.closing(Nodes(slot)))
-            idle.put((server, nodes))
+    if reason := unavailable_reason():
+        print(f"skipping link-cut and packet-loss, cannot create two nodes: {reason}", file=sys.stderr)
 
-        def run_one(seed: int) -> Verdict | None:
-            program = make(seed, only)
-            if without_nodes:
-                if program.fault.kind.nodes:
-                    return None
-                program.fault.nodes = ()
-            server, nodes = idle.get()
-            run_folder = folder / f"{seed}-{program.fault.name}"
-            shutil.rmtree(run_folder, ignore_errors=True)
-            try:
-                verdict = judge(program, run(program, run_folder, server, nodes if program.fault.nodes else None))
-            finally:
-                idle.put((server, nodes))
-            if verdict.outcome in GOOD:
-                shutil.rmtree(run_folder)
-            return verdict
+    def run_one(seed: int, server: Server, nodes: Nodes | None) -> Verdict | None:
+        program = make(seed, only)
+        if nodes is None:
+            if program.fault.kind.nodes:
+                return None
+            program.fault.nodes = ()
+        run_folder = folder / f"{seed}-{program.fault.name}"
+        shutil.rmtree(run_folder, ignore_errors=True)
+        verdict = judge(program, run(program, run_folder, server, nodes if program.fault.nodes else None))
+        if verdict.outcome in GOOD:
+            shutil.rmtree(run_folder)
+        return verdict
 
-        executor = ThreadPoolExecutor(jobs)
-        stack.callback(executor.shutdown, cancel_futures=True)
-        verdicts = []
-        for done in as_completed([executor.submit(run_one, seed) for seed in seeds]):
-            if verdict := done.result():
-                verdicts.append(verdict)
-                if report:
-                    report(verdict)
-    return sorted(verdicts, key=lambda verdict: verdict.seed)
+    return sorted(on_servers(seeds, jobs, run_one, report), key=lambda verdict: verdict.seed)
 
 
 def table(verdicts: list[Verdict]) -> str:

@@ -90,10 +90,16 @@ def _worst(program: Program, ended: RunResult, survivors: list[Rank]) -> list[tu
     ]
 
 
+def crashes(text: str) -> str:
+    """Return what in the stderr of a rank says that it crashed; "" if nothing does."""
+    found = _CRASHES.search(text)
+    return found[0] if found else ""
+
+
 def _crash(program: Program, rank: Rank) -> str:
     """Return why the exit of a rank counts as a crash; "" if it does not."""
-    if found := _CRASHES.search(rank.err):
-        return f"rank {rank.number}: {found[0]}"
+    if found := crashes(rank.err):
+        return f"rank {rank.number}: {found}"
     kind = program.fault.kind
     if rank.number == _culprit(program) and not kind.call:
         if rank.status in (kind.status, 0, 1):  # its program or another rank may have ended before

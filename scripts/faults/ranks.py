@@ -104,8 +104,15 @@ class Server:
         self.process.wait(30)
 
 
-def run(program: Program, folder: Path, server: Server, nodes: Nodes | None) -> RunResult:
-    """Run a program in `folder`, which must be new."""
+def run(
+    program: Program,
+    folder: Path,
+    server: Server,
+    nodes: Nodes | None,
+    limit: float = DEADLINE,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> RunResult:
+    """Run a program in `folder`, which must be new.   meanwhile: called periodically"""
     for name in ("cwd", "tmp", "watch/a", "watch/b"):
         (folder / name).mkdir(parents=True)
     (folder / "program.py").write_text(program.text)
@@ -117,13 +124,14 @@ def run(program: Program, folder: Path, server: Server, nodes: Nodes | None) -> 
         if nodes and fault.name == "link-cut" and (folder / "struck").exists() and not (folder / "cut").exists():
             nodes.cut(silently=program.seed % 2 == 0)
             (folder / "cut").touch()
+        meanwhile()
 
     began = time.monotonic()
     port = next(_ports)
     job = {
         "folder": str(folder),
         "ranks": [_rank(program, rank, folder, nodes, port) for rank in range(program.size)],
-        "limit": LOSSY_DEADLINE if fault.name == "packet-loss" else DEADLINE,
+        "limit": LOSSY_DEADLINE if fault.name == "packet-loss" else limit,
         "stopped": fault.rank if "stop" in fault.name else -1,
     }
     found = server.run(job, cut)
