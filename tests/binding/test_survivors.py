@@ -144,7 +144,7 @@ def block_elsewhere(place: Place, where: tuple[int, str]) -> Any:
 @pytest.mark.parametrize("point", ["before the list is closed", "before NCCL's init", "before the first sum"])
 def test_a_rank_that_dies_while_they_meet(pool: RankPool, where: tuple[int, str], point: str) -> None:
     found = values(pool.outcomes(4, die_meeting, where, point), 1, 2)
-    assert found == [(2.0 if point == "never" else 11.0, 2, True)] * 2
+    assert found == [(11.0, 2, True)] * 2
 
 
 def die_meeting(place: Place, where: tuple[int, str], point: str) -> Any:
@@ -159,7 +159,7 @@ def die_meeting(place: Place, where: tuple[int, str], point: str) -> Any:
         }[point]
         setattr(module, name, lambda *args, **options: die())
         if point == "before the list is closed":
-            meeting.read = lambda *args: die()  # the others have closed it
+            setattr(meeting, "read", lambda *args: die())  # the others have closed it  # noqa: B010
     with pytest.raises(pynccl.NcclRemoteError):
         total(comm)
     made = comm.survivors()

@@ -12,6 +12,7 @@ import shlex
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ def run_page(comm: Communicator, name: str, folder: str, port: int) -> list[str]
         patch.setenv("MASTER_ADDR", "127.0.0.1")
         for variable, value in place.items():
             patch.setenv(variable, str(value))
-        patch.setattr(pynccl, "init", lambda **_: comm.split(0, comm.rank))
+        patch.setattr(pynccl, "init", partial(again, comm, f"{folder}/store"))
         for source in programs(Path(name)):
             names: dict[str, Any] = {"__name__": "__main__", "__file__": name}
             with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -76,6 +77,13 @@ def run_page(comm: Communicator, name: str, folder: str, port: int) -> list[str]
                         dist.destroy_process_group()
             said.append(printed.getvalue())
     return said
+
+
+def again(comm: Communicator, store: str, elastic: bool = False, **_: Any) -> Communicator:
+    """Return another communicator of the same ranks."""
+    if elastic:
+        return pynccl.from_store(dist.FileStore(store), comm.rank, comm.size, elastic=True)
+    return comm.split(0, comm.rank)
 
 
 def two_free_ports() -> int:
