@@ -33,11 +33,16 @@ def sync_state(comm: Communicator, objects: Sequence[Any], timeout: float | None
 
 
 def _check(one: Any) -> None:
+    """Check an object, on every rank alike."""
     from torch import Tensor
+    from torch.utils._pytree import tree_leaves
 
     if not isinstance(one, Tensor):
         kinds = "a torch tensor, or an object with state_dict() and load_state_dict()"
         methods(one, ("state_dict", "load_state_dict"), f"sync_state: {type_of(one)}", kinds)
+    for value in [one] if isinstance(one, Tensor) else tree_leaves(one.state_dict()):
+        if isinstance(value, Tensor):
+            _check_dense(value)
 
 
 def _sync(
@@ -66,7 +71,7 @@ def _copy(group: Communicator, one: Any) -> None:
     from torch.utils._pytree import tree_flatten, tree_unflatten
 
     if isinstance(one, Tensor):
-        value = _dense(one.detach())
+        value = one.detach().contiguous()
         _broadcast(group, value)
         with no_grad():
             one.copy_(value)
@@ -74,7 +79,7 @@ def _copy(group: Communicator, one: Any) -> None:
     data = b""
     if group.rank == 0:
         values, spec = tree_flatten(one.state_dict())
-        values = [_dense(value) if isinstance(value, Tensor) else value for value in values]
+        values = [value.contiguous() if isinstance(value, Tensor) else value for value in values]
         kinds = [value.device.type if isinstance(value, Tensor) else "" for value in values]
         empty = [value.to("meta") if isinstance(value, Tensor) else value for value in values]
         data = _packed((tree_unflatten(empty, spec), kinds))
@@ -91,8 +96,8 @@ def _copy(group: Communicator, one: Any) -> None:
         one.load_state_dict(tree_unflatten(values, spec))
 
 
-def _dense(value: Any) -> Any:
-    """Return the tensor, contiguous. TypeError if it cannot be sent as it is."""
+def _check_dense(value: Any) -> None:
+    """TypeError for a tensor that cannot be sent as it is."""
     import torch
 
     if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout != torch.strided or value.is_quantized:
@@ -100,7 +105,6 @@ def _dense(value: Any) -> Any:
             f"sync_state: the state has {shown(type(value).__name__)}, {value.layout} of {value.dtype}; expected dense "
             "torch tensors. A sharded state is lost with its rank: load a checkpoint"
         )
-    return value.contiguous()
 
 
 def _broadcast(group: Communicator, value: Any) -> None:
