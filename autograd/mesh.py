@@ -6,10 +6,11 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from pynccl import CommConfig, Communicator
+from pynccl import CommConfig, Communicator, NcclRemoteError
 from pynccl.bindings.resource import Shared
 from pynccl.bindings.values import instance, shown
 from pynccl.comm.base import DEFAULT_TIMEOUT
+from pynccl.watch.formatting import ranks_text
 
 from .arguments import as_int, check_comm
 
@@ -145,6 +146,43 @@ class Mesh(Shared):
         if not axes or len(set(axes)) < len(axes):
             raise KeyError(f"mesh[{', '.join(map(repr, axes))}]: expected one axis, or several distinct ones")
         return tuple(name for name in self.shape if name in axes)
+
+    def survivors(self, timeout: float | None = 30.0) -> Mesh:
+        """Return the mesh of the ranks that are left, in the old order, after a call raised because a rank died. It
+        calls `Communicator.survivors` of `comm`, which must be elastic.
+
+        One axis becomes shorter: the ranks that died must be all ranks of one or more coordinates along it. So a mesh
+        {"dp": 3, "tp": 2} without ranks 2 and 3, which are dp 1, becomes {"dp": 2, "tp": 2}.
+
+        All communicators of the old mesh have ended, also those that lost no rank. Make layers that hold one again on
+        the new mesh, and load the old ones' state_dict(): the shards are the same.
+
+        timeout  seconds; None: no limit
+
+        Raises NcclRemoteError, on all ranks, if no axis fits; `mesh.comm.survivors()` then returns the communicator of
+        the ranks that are left. Otherwise raises as `Communicator.survivors` does."""
+        comm = self.comm.survivors(timeout)
+        left = set(comm._generation.members)
+        lost = [rank for rank, member in enumerate(self.comm._generation.members) if member not in left]
+        places = [self.coordinate_of(rank) for rank in lost]
+        for name, size in self.shape.items():
+            cut = {place[name] for place in places}
+            if len(cut) * (self.comm.size // size) == len(lost):
+                return Mesh(comm, {**self.shape, name: size - len(cut)})
+        *outer, last = (name for name, size in self.shape.items() if size > 1)
+        groups: dict[str, list[int]] = {}
+        for rank, place in zip(lost, places, strict=True):
+            groups.setdefault(", ".join(f"{name} {place[name]}" for name in outer), []).append(rank)
+        found = "; ".join(f"{last} of {at} lost {ranks_text(ranks)}" for at, ranks in groups.items())
+        verdict = comm.verdict.replace("\n", "\n  ")
+        error = NcclRemoteError(
+            f"Mesh.survivors: {found}. No axis can be shortened: the ranks lost are not all those of a coordinate\n"
+            f"  {verdict}\n"
+            f"  mesh.comm.survivors() returns the communicator of the {comm.size} that are left: make a mesh of it in "
+            "another\n  shape, and load a checkpoint; or end the rest of the slice, and call Mesh.survivors() again"
+        )
+        error.verdict = comm.verdict
+        raise error
 
     def close(self) -> None:
         """Destroy the communicators along the axes. Every rank must call it; a second call has no effect."""

@@ -161,6 +161,9 @@ def save_full_state_dict(
     the next save removes leftover files. If several processes save to the same path at the same time, each writes a
     complete checkpoint and the last one remains; load it after all have returned.
 
+    If the communicator is elastic, the metadata of the files has its generation as "pynccl_generation", and a rank that
+    was stopped, and without which the others have gone on, raises NcclRemoteError before it replaces their checkpoint.
+
     A tied parameter is written once, under its first name. An error on rank 0 raises on every rank, for example OSError
     if the disk is full. TypeError if the state dict has values other than tensors, or dtypes that safetensors does not
     support. ImportError without the package safetensors.
@@ -170,7 +173,7 @@ def save_full_state_dict(
     entries, others = entries_of(model)
     run_on_all_ranks(comm, lambda: _check_save(operation, path, entries, others, max_shard_bytes))
     saving = run_on_all_ranks(
-        comm, lambda: Saving(operation, Path(os.fsdecode(path)), max_shard_bytes) if is_first(comm) else None
+        comm, lambda: Saving(operation, Path(os.fsdecode(path)), max_shard_bytes, comm) if is_first(comm) else None
     )
     problem: Exception | None = None
     try:

@@ -28,6 +28,7 @@ from ..agreement import broadcast_object, gathered, run_on_all_ranks, try_call
 
 Path_ = str | os.PathLike[str]
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+GENERATION = "pynccl_generation"  # in the metadata of files that a rank of an elastic communicator writes
 _SHARD_FILE = re.compile(r"model(-[0-9a-f]+)?-\d{5}-of-\d{5}\.safetensors")
 
 
@@ -132,7 +133,8 @@ def _source_of_files(operation: str, path: Path) -> Source:
     for file in dict.fromkeys(files.values()) if files else [path]:
         with _open(operation, file) as opened:
             held, metadata = set(opened.keys()), opened.metadata() or {}
-            ties = [(tied, name) for tied, name in metadata.items() if name in held and tied not in (*held, "format")]
+            known = {*held, "format", GENERATION}
+            ties = [(tied, name) for tied, name in metadata.items() if name in held and tied not in known]
             for name, of_file in (*zip(held, held, strict=True), *ties):
                 if files.get(name, file) == file:
                     tensor = opened.get_tensor(of_file)
@@ -200,9 +202,12 @@ class Saving:
     names of several files are unique to this save, so the old index stays valid until the new one replaces it; then the
     old files are removed. Whenever the process is killed, the old or the new checkpoint is intact. If several processes
     save at the same time, the last checkpoint remains, and a later save removes the files of the others.
+
+    A rank without which the others of an elastic `comm` have gone on, since it was stopped, changes nothing when it
+    wakes up, unless it was stopped between a check and the very next call.
     """
 
-    def __init__(self, operation: str, path: Path, max_bytes: float) -> None:
+    def __init__(self, operation: str, path: Path, max_bytes: float, comm: Communicator | None = None) -> None:
         one_file = path.suffix == ".safetensors"
         if path.suffix in (".json", ".bin", ".pt", ".pth") or (one_file and path.is_dir()):
             what = "is a folder" if path.is_dir() else "is neither"
@@ -217,6 +222,9 @@ class Saving:
         self.token = secrets.token_hex(4)
         self.new = self.folder / f"{stem}.saving-{self.token}-{os.getpid()}-{os.uname().nodename}"
         self.new.mkdir()
+        elastic = None if comm is None or comm._generation is None else comm
+        self.check: Callable[[], None] = elastic.check_generation if elastic else lambda: None
+        self.metadata = {GENERATION: str(elastic.generation)} if elastic else {}
         self.total = 0  # bytes
         self.written: list[list[str]] = []  # names of the tensors in each file
         self.tensors: dict[str, Tensor] = {}  # of the next file
@@ -233,7 +241,7 @@ class Saving:
     def _write(self) -> None:
         path, package = self.new / str(len(self.written)), _package(self.operation)
         try:
-            package.torch.save_file(self.tensors, path, {"format": "pt", **self.ties})
+            package.torch.save_file(self.tensors, path, {"format": "pt", **self.metadata, **self.ties})
         except package.SafetensorError as error:  # also raised for I/O errors
             raise OSError(f"{self.operation}: {path} cannot be written: {error}") from error
         path.chmod(self.new.stat().st_mode & 0o666)  # the permissions that open() gives; the package sets 600
@@ -248,19 +256,25 @@ class Saving:
         files = [f"model-{self.token}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
         files = files if count > 1 else [self.single]
         for number, file in enumerate(files):
-            os.replace(self.new / str(number), self.folder / file)
+            self._move(str(number), file)
         _fsync(self.folder)
         if count > 1:
             weight_map = {name: file for file, names in zip(files, self.written, strict=True) for name in names}
-            index = {"metadata": {"total_size": self.total}, "weight_map": weight_map}
+            index = {"metadata": {"total_size": self.total, **self.metadata}, "weight_map": weight_map}
             (self.new / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
             _fsync(self.new / INDEX)
-            os.replace(self.new / INDEX, self.folder / INDEX)
+            self._move(INDEX, INDEX)
             _fsync(self.folder)
+        self.check()
         for file in self.old:
             if file not in (*files, INDEX if count > 1 else None):
                 (self.folder / file).unlink(missing_ok=True)
         self.close()
+
+    def _move(self, name: str, to: str) -> None:
+        """Move a file into place."""
+        self.check()
+        os.replace(self.new / name, self.folder / to)
 
     def close(self) -> None:
         """Remove the temporary folder."""

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pynccl import Communicator
+from pynccl import Communicator, NcclError
 from pynccl.bindings.resource import Shared
 from pynccl.bindings.values import attribute, instance, shown
 
@@ -92,15 +92,14 @@ class DataParallelGradients(Shared):
             )
         named = _trainable(model, comm)
         self._reduce_dtypes = {parameter.dtype: _reduce_dtype(parameter, reduce_dtype) for _, parameter in named}
-        _check_same_options(model, named, comm, (broadcast, bucket_bytes, reduce_dtype))
+        others = [*model.named_parameters(), *model.named_buffers()] if broadcast else []
+        _check_same_options(comm, named, others, (broadcast, bucket_bytes, reduce_dtype))
         if broadcast:
             _broadcast([*model.parameters(), *model.buffers()], comm)
-        self.comm, self.gradient_as_bucket_view = comm, gradient_as_bucket_view
-        self._named, self._bucket_bytes = named, bucket_bytes
-        self._make_buckets(named)
-        self._rebuilt = comm.size == 1
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self._named, self._options = named, (bucket_bytes, reduce_dtype)
         self._sync = True
-        self._reset()
+        self._start(comm)
         self._hooks = [model.register_forward_hook(self._hook_outputs)]
         for name, parameter in named:
             self._hooks.append(parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, name)))
@@ -134,6 +133,36 @@ class DataParallelGradients(Shared):
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                 parameter.grad = view if self.gradient_as_bucket_view else None
 
+    @checked
+    def use(self, comm: Communicator) -> None:
+        """Average over another communicator from now on, such as that of the ranks that are left when one has died:
+
+            mesh = mesh.survivors()
+            data_parallel.use(mesh["dp"])
+
+        Collective: every rank of `comm` must call it. The next pass is that of a new object with broadcast=False.
+        Nothing is kept of a pass that raised: all gradients are set to None. Parameters are not copied; see
+        `Communicator.sync_state`.
+
+        comm  communicator of the replicas, on the device of the old one
+
+        Raises ValueError, on all ranks, if their parameters or options differ. An error leaves everything as it was:
+        call it again with the next communicator."""
+        check_comm("DataParallelGradients.use", comm)
+        comm.check_alive()
+        if comm.ordinal != self.comm.ordinal:
+            raise ValueError(
+                f"DataParallelGradients.use: comm is on {comm.device}, the model on {self.comm.device}; make the "
+                "communicator on that device"
+            )
+        _check_same_options(comm, self._named, [], (False, *self._options))
+        with contextlib.suppress(NcclError):  # of the old communicator, if it has ended
+            self._abandon()
+        self._buckets.clear()  # freed before the new ones are made
+        for _, parameter in self._named:
+            parameter.grad = None
+        self._start(comm)
+
     def averages(self, parameter: Tensor) -> bool:
         """Return whether backward passes average the gradient of this parameter now."""
         return self._sync and bool(self._hooks) and any(one is parameter for _, one in self._named)
@@ -143,8 +172,14 @@ class DataParallelGradients(Shared):
         while self._hooks:
             self._hooks.pop().remove()
 
+    def _start(self, comm: Communicator) -> None:
+        self.comm = comm
+        self._make_buckets(self._named)  # in the same order on all ranks, whatever they were before
+        self._rebuilt = comm.size == 1
+        self._reset()
+
     def _make_buckets(self, named: list[Named]) -> None:
-        self._buckets = [Bucket(one) for one in assign_buckets(named, self._bucket_bytes)]
+        self._buckets = [Bucket(one) for one in assign_buckets(named, self._options[0])]
         self._index = {name: index for index, bucket in enumerate(self._buckets) for name in bucket.names}
 
     def _reset(self) -> None:
@@ -298,12 +333,11 @@ def _reduce_dtype(parameter: Tensor, reduce_dtype: Any) -> Dtype:
     return None if found == dtype else found
 
 
-def _check_same_options(model: nn.Module, named: list[Named], comm: Communicator, options: tuple[Any, ...]) -> None:
-    """Check that all ranks have the same parameters, options and, if they are broadcast, buffers."""
-    tensors: list[tuple[str, Tensor]] = [*named]
-    if options[0]:  # broadcast
-        tensors += [*model.named_parameters(), *model.named_buffers()]
-    found = [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors]
+def _check_same_options(
+    comm: Communicator, named: list[Named], others: Sequence[tuple[str, Tensor]], options: tuple[Any, ...]
+) -> None:
+    """Check that all ranks have the same parameters and options, and the same other tensors, which are broadcast."""
+    found = [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in (*named, *others)]
     values = {
         "bucket_bytes, reduce_dtype or broadcast": options,
         "names, shapes, dtypes or requires_grad of the model's parameters and buffers": found,

@@ -78,7 +78,9 @@ def survivors(comm: Communicator, timeout: float | None = 30.0) -> Communicator:
         newest = launch.newest
         made = newest.comm()
         if newest is not generation and made is not None and newest.ended is None and made.alive:
-            return made  # the other caller of this process has met them
+            with contextlib.suppress(NcclError):  # it has failed in turn: meet once more
+                newest.check_calls()
+                return made  # the other caller of this process has met them
         number, members = newest.number, _Members(list(newest.members), {})
         why = newest.ended.verdict if newest.ended is not None else _why(launch, newest)
         while True:
@@ -268,9 +270,9 @@ def agree(comm: Communicator, step: int, timeout: float | None = 30.0) -> int:
     newest = max(steps)
     if newest == TORN:
         launch.behind = None
-        raise NcclRemoteError(
-            "agree: the ranks that had the newest state were lost while sync_state copied it, and no rank has a whole "
-            "one: load a checkpoint, and pass its step"
+        raise RuntimeError(  # no NcclError, after which the program would call survivors() and go on
+            "agree: no rank has a whole state: the last one that had the newest died in sync_state\n"
+            "  load a checkpoint on all ranks, and call agree() with its step"
         )
     behind = tuple(rank for rank, other in enumerate(steps) if other < newest)
     generation.agreed = steps.index(newest), behind

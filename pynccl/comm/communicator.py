@@ -234,7 +234,8 @@ class Communicator(Comm):
     def agree(self, step: int, timeout: float | None = 30.0) -> int:
         """Return the largest `step` of all ranks, which pass their own: a rank can be a step ahead of one whose
         `commit` has raised. `sync_state` then copies the state from a rank that has it. Collective; raises as `commit`
-        does."""
+        does. A rank whose `sync_state` has failed is behind, whatever it passes. RuntimeError, on all ranks, if only
+        such are left: load a checkpoint."""
         return int(_bootstrap["agree"](self, step, timeout))
 
     def sync_state(self, *objects: Any, timeout: float | None = 600.0) -> None:

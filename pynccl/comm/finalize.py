@@ -7,6 +7,7 @@ parent are unusable. Garbage collection never calls into NCCL.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import os
 import sys
@@ -30,6 +31,7 @@ from .base import Comm, aborted_late, explained
 from .deadline import call_with_deadline, wait_nonblocking
 
 ABORT_SECONDS = 30.0
+_NAMED = 3  # graphs that messages name
 _BLOCKS_AFTER_SHRINK = (2, 31, 2)  # ncclCommDestroy of the parent after shrink(abort=True): pytorch/pytorch#194775
 
 _open: weakref.WeakSet[Comm] = weakref.WeakSet()
@@ -295,13 +297,39 @@ def graph_hint() -> str:
         return ""
     kind = getattr(torch.cuda, "CUDAGraph", None)
     # type(x), because isinstance() would run code of proxy objects such as weakref proxies.
-    alive = sum(issubclass(type(x), kind) for x in gc.get_objects()) if isinstance(kind, type) else 0
+    alive = [x for x in gc.get_objects() if issubclass(type(x), kind)] if isinstance(kind, type) else []
     if not alive:
         return ""
+    names: dict[str, None] = {}
+    with contextlib.suppress(Exception):  # advice within an error: objects of the program can raise anything
+        for graph in alive[:_NAMED]:
+            names |= dict.fromkeys(_names_of(graph)[:1])
+    named = f" ({', '.join(names)}{', ..' if len(alive) > len(names) else ''})" if names else ""
     return (
-        f"\n  torch.cuda.CUDAGraph objects alive: {alive}. NCCL waits for those that captured the communicator: call "
-        'reset() on them first, or torch._dynamo.reset() for graphs of torch.compile(mode="reduce-overhead")'
+        f"\n  torch.cuda.CUDAGraph objects alive: {len(alive)}{named}. NCCL waits for those that captured the "
+        "communicator: call reset() on them first, or torch._dynamo.reset() for graphs of "
+        'torch.compile(mode="reduce-overhead")'
     )
+
+
+def _names_of(value: object, item: str = "") -> list[str]:
+    """Return the names under which modules and objects hold it: "__main__.graph", "Trainer.graphs[..]". Not those of
+    local variables: to read them, Python before 3.13 copies them into the frame, which would keep a graph alive."""
+    spaces: list[tuple[str, dict[str, Any]]] = []
+    found: list[str] = []
+    for holder in gc.get_referrers(value):
+        if type(holder) is not dict:
+            spaces.append((type(holder).__name__, getattr(holder, "__dict__", {})))
+        elif isinstance(module := holder.get("__name__"), str):
+            spaces.append((module, holder))
+        else:
+            owners = [one for one in gc.get_referrers(holder) if getattr(one, "__dict__", None) is holder]
+            spaces += [(type(one).__name__, holder) for one in owners]
+        if type(holder) in (dict, list) and not item:
+            found += _names_of(holder, "[..]")
+    return [
+        f"{where}.{name}{item}" for where, space in spaces for name, one in [*space.items()] if one is value
+    ] + found
 
 
 # Process exit and forks

@@ -12,12 +12,10 @@ from ..bindings.abi import ELEMENTS
 from ..bindings.errors import Outcome, disagreement
 from .formatting import ago, at, call_site, call_text, clean, line_of
 from .graph import WaitGraph
-from .job import MAX_LINES, Group, Member, names_of
+from .job import MAX_LINES, Group, names_of
 from .layout import ENDED_AS, ProcessEnd
 from .points import COMM_ENDED, SyncPoint
 from .records import DEAD, FAILED, INSIDE, STOPPED, CallRecord, ProcessRecord
-
-_RECENT = 16  # of the calls of a communicator, those looked at for a failure after which the program went on
 
 
 class Priority(IntEnum):
@@ -128,25 +126,25 @@ def _find_dead(graph: WaitGraph) -> Finding | None:
         id(point.group.members[rank].process) for points in awaited.values() for point in points for rank in point.waits
     }
 
-    went_on = _went_on(graph)
-    replaced = {id(one) for one in blamed if _is_replaced(graph, one, awaited.get(id(one), []), went_on)}
-
-    def order(process: ProcessRecord) -> tuple[bool, bool, bool, bool, int, float]:
+    def order(process: ProcessRecord) -> tuple[bool, bool, bool, int, float]:
         # Clocks of two nodes are not comparable: there, the rank with the fewest calls counts as the first.
         made = sum(comm.entered for comm in process.comms) if several else 0
         waits, clean = id(process) in waited, process.exited_cleanly
-        return id(process) in replaced, process.gave_up, waits, clean, made, process.estimated_end
+        return process.gave_up, waits, clean, made, process.estimated_end
 
-    first, *others = sorted(blamed, key=order)
+    blamed.sort(key=order)
+    missed = (one for one in blamed if not _is_replaced(graph, one, awaited.get(id(one), [])))
+    first = next(missed, blamed[0])
     points = awaited.get(id(first), [])
     group = points[0].group if points else None
     every = f"all {len(ended):,} processes have ended: " if len(ended) == len(job.processes) > 1 else ""
     # Mismatched calls have priority over exits caused by NCCL's own errors.
     priority = Priority.ENDED_BY_NCCL if first.ending == ProcessEnd.CALL_FAILED else Priority.PROCESS_ENDED
-    priority = Priority.CONSEQUENCE if first.gave_up or id(first) in replaced else priority
+    priority = Priority.CONSEQUENCE if first.gave_up or _is_replaced(graph, first, points) else priority
     member = job.member(first, group)
     details = [f"{job.name(first, group)}: {member.progress()}"] if member else []
-    details += [f"also: {describe_end(graph, process)}" for process in others if not process.gave_up][:MAX_LINES]
+    others = [process for process in blamed if process is not first and not process.gave_up]
+    details += [f"also: {describe_end(graph, process)}" for process in others[:MAX_LINES]]
     places = [first.end_site, *(call.site for call in _inside(graph, first).values()), first.where]
     return new_finding(
         graph,
@@ -161,39 +159,18 @@ def _find_dead(graph: WaitGraph) -> Finding | None:
     )
 
 
-def _is_replaced(
-    graph: WaitGraph, process: ProcessRecord, points: Sequence[SyncPoint], went_on: Mapping[Member, set[str]]
-) -> bool:
-    """Return whether the others have gone on without a process that ended: all that waited for it at these points, or
-    that are alive and have not closed its communicator."""
-    if not went_on or any(call.state != FAILED for point in points for call in point.waits.values()):
+def _is_replaced(graph: WaitGraph, process: ProcessRecord, points: Sequence[SyncPoint]) -> bool:
+    """Return whether the others have gone on without a process that ended: they have closed or shrunk its communicator,
+    and use others. That is all who gave up there, or who are alive and have not closed it; nobody waits at `points`."""
+    if any(call.state != FAILED for point in points for call in point.waits.values()):
         return False
-    waited = {point.group.members[rank] for point in points for rank in point.waits}
-    uids, found = process.uids(), False
-    for place in graph.job.members.get(id(process), []):
-        for member in place.group.members.values():
-            goes_on = bool(went_on.get(member, set()) - uids)
-            stays = member in waited or (member.process.state != DEAD and not member.comm.ended)
-            if member.process is not process and stays and not goes_on:
-                return False
-            found = found or goes_on
-    return found
-
-
-def _went_on(graph: WaitGraph) -> dict[Member, set[str]]:
-    """Return the ranks that have failed because of others, or excluded some, and the uids of the communicators that
-    their processes have made since."""
-    found: dict[Member, set[str]] = {}
-    for members in graph.job.members.values():
-        newest = max(member.comm.made for member in members)
-        for member in (member for member in members if member.comm.made < newest):
-            own = member.comm
-            last = own.calls[-_RECENT:] if own.ended or own.excluded else []
-            left = [call.issued for call in last if call.operation == "shrink"]
-            since = min([*left, *(call.returned for call in last if call.gave_up)], default=0.0)
-            uids = {other.comm.uid for other in members if 0 < since < other.comm.made}
-            found |= {member: uids} if uids else {}
-    return found
+    groups, uids = [member.group for member in graph.job.members.get(id(process), [])], process.uids()
+    others = [member for group in groups for member in group.members.values() if member.process is not process]
+    left = [member for member in others if member.comm.ended or member.comm.excluded]
+    gone = {member for member in left if graph.went_on(member, without=uids)}
+    stay = {one for one in others if one.process.state != DEAD and not one.comm.ended}
+    stay |= {one for one in others if any(call.gave_up for call in one.comm.calls)}
+    return bool(gone) and gone >= stay
 
 
 def describe_end(graph: WaitGraph, process: ProcessRecord, group: Group | None = None) -> str:
@@ -279,7 +256,9 @@ def _find_failure(graph: WaitGraph, group: Group, failed: Mapping[int, CallRecor
     for member in group.members.values():
         last, process = failed.get(member.rank) or member.comm.last(), member.process
         elsewhere = process.gave_up or process.ending == ProcessEnd.KILLED  # it ended for another reason
-        if last is not None and last.state == FAILED and (process.state != DEAD or (elsewhere and last.is_cause)):
+        if last is None or (member.revoked and last.gave_up):
+            continue
+        if last.state == FAILED and (process.state != DEAD or (elsewhere and last.is_cause)):
             rows.append((member, last))
     if not rows:
         return None
@@ -287,7 +266,7 @@ def _find_failure(graph: WaitGraph, group: Group, failed: Mapping[int, CallRecor
     rows.sort(key=lambda row: (row[1].gave_up, 0.0 if several else row[1].returned or row[1].issued))
     member, call = rows[0]
     points = [point for point in graph.points if point.group is group and point.missing.get(member.rank) == FAILED]
-    if graph.was_handled(group, {one.rank: other for one, other in rows}, points):
+    if graph.caught(group, {one.rank: other for one, other in rows}, *(point.arrived for point in points)):
         return None
     text = f"{names_of([member])}'s {group.describe(call)}{_raised(call)}{ago(member.process, call.returned)}"
     text += f"; {points[0].waiting(' there')}" if points else ""
@@ -341,7 +320,7 @@ def _mismatch(graph: WaitGraph, group: Group) -> Finding | None:
         return None
     calls = {rank: member.numbered[number] for rank, member in group.members.items() if number in member.numbered}
     points = [point for point in graph.points if point.group is group and point.call.number == number]
-    if graph.was_handled(group, calls, points):
+    if graph.caught(group, calls, *(point.arrived for point in points)):
         return None
     majority, votes = Counter(map(_key, calls.values())).most_common(1)[0]
     odd = {rank: call for rank, call in calls.items() if _key(call) != majority}

@@ -17,13 +17,14 @@ A sync point is a call that needs several ranks, here P and Q:
 A rank that has not reached P is missing there, for the first of these reasons that holds: its process is dead, is
 stopped, its call raised, it has closed the communicator, it has not entered P (if that is because it waits in Q, see
 W1, it is no cause), it has no record. A call that failed because of other ranks (records.WAITED) is a wait until then.
+A rank whose communicator was revoked has waited there until then, and is not missing.
 
 A cycle of sync points means that calls are crossed. Of the others, findings.py reports the first by Priority.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -33,6 +34,7 @@ from .layout import MESSAGES, CommEnd
 from .points import COMM_ENDED, NO_RECORD, NOT_ENTERED, Dependency, SyncPoint
 from .records import COMPLETED, DEAD, FAILED, INSIDE, ISSUED, LAUNCHED, STOPPED, CallRecord
 
+_CLOSING = ("finalize", "destroy")
 _CALLED_BY_ALL_RANKS = ("finalize", "destroy", "shrink", "grow")  # not numbered, but all ranks call them
 _MAX_POINTS = 16  # per communicator, and per pair of ranks: the first ones explain the later ones
 _MAX_ORDERED_CALLS = 64  # per process: later calls wait for the same reasons
@@ -81,20 +83,33 @@ class WaitGraph:
         """Return these sync points and all that wait for them."""
         return _reachable(points, self._dependents)
 
-    def was_handled(self, group: Group, calls: Mapping[int, CallRecord], points: Sequence[SyncPoint]) -> bool:
-        """Return whether the program caught the errors of these calls (by rank) and continued, so that they do not
-        explain what happens now: nobody waits at `points`, the ranks are alive, and have ended the communicator; or the
-        verdict is about another communicator, and they have used others since."""
-        if self.post_mortem or self.uid == group.uid:
-            return False
-        if any(call.state != FAILED for point in points for call in point.arrived.values()):
-            return False
-        members = [group.members[rank] for rank in calls]
-        return all(
-            member.process.state != DEAD
-            and (member.comm.ended or (bool(self.uid) and _continued(member, calls[member.rank])))
-            for member in members
-        )
+    def went_on(self, member: Member, call: CallRecord | None = None, without: Collection[str] = ()) -> bool:
+        """Return whether a rank has left a call behind and does something else: it waits there no more, and the call
+        does not explain what happens now.
+
+        The call failed, or is a shrink, or the communicator was revoked, and the process has since made or called
+        another communicator, none of the uids `without`. To close one is not to go on: an exception does that too. In
+        the errors of communicator `uid`, no rank has gone on from there.
+
+        call  if not given, the newest of the communicator that failed because of others, or is a shrink"""
+        own, since = member.comm, 0.0
+        call = call or next((one for one in reversed(own.calls) if one.gave_up or one.operation == "shrink"), None)
+        if member.revoked:
+            since = own.ended_at
+        elif call is not None:
+            since = call.returned if call.state == FAILED else call.issued if call.operation == "shrink" else 0.0
+        others = [comm for comm in member.process.comms if comm.uid != own.uid and comm.uid not in without]
+        used = [later.issued for comm in others for later in comm.calls if later.operation not in _CLOSING]
+        return self.uid != own.uid and 0 < since < max([comm.made for comm in others] + used, default=0.0)
+
+    def caught(self, group: Group, *calls: Mapping[int, CallRecord]) -> bool:
+        """Return whether the program has caught the errors of all these calls (by rank): the ranks live, and have gone
+        on or closed the communicator."""
+        rows = [(group.members[rank], call) for by_rank in calls for rank, call in by_rank.items()]
+        alive = self.uid != group.uid and all(member.process.state != DEAD for member, _ in rows)
+        failed = alive and all(call.state == FAILED for _, call in rows)
+        closed = {member for member, _ in rows if member.comm.ended and not member.revoked}
+        return failed and all(member in closed or self.went_on(member, call) for member, call in rows)
 
     def cycles(self) -> list[list[SyncPoint]]:
         """Return the cycles of sync points, each once and as short as possible; each point waits for the next one.
@@ -119,33 +134,29 @@ class WaitGraph:
 
     def _calls_of(self, member: Member) -> list[CallRecord]:
         """Return the calls that a rank has entered and not completed, and those in which it waited until it gave up."""
-        gave_up = [] if self._went_on(member) else self._gave_up(member)
-        found = [] if self._ended(member) else member.pending
+        gone = member.process.state != DEAD and self.went_on(member)
+        gave_up = [] if gone else self._gave_up(member)
+        found = [] if self._ended(member) or (gone and member.revoked) else member.pending
         if self._left(member) and not self.post_mortem:  # calls on streams ended with it
             found = [call for call in found if call.state == INSIDE]
         return found + gave_up
 
     def _gave_up(self, member: Member) -> list[CallRecord]:
         """Return the calls in which a rank waited until they failed: the last one and the rest of its group, or all
-        that the watchdog aborted."""
+        that the watchdog or a revoke aborted."""
         calls, last = member.comm.calls, member.comm.last()
-        aborted = [call for call in calls if call.outcome == Outcome.ABORTED_BY_WATCHDOG]
+        how = Outcome.PEER_LOST if member.revoked else Outcome.ABORTED_BY_WATCHDOG
+        aborted = [call for call in calls if call.outcome == how]
         if aborted or last is None or not self._waited(last):
             return aborted
+        if last.posted and not member.waits_for(last) and self.uid != member.group.uid and member.process.state != DEAD:
+            return []
         together = calls if last.group else [last]
         return [member.resolve_check(call) for call in together if call.state == FAILED and call.group == last.group]
 
     def _waited(self, call: CallRecord) -> bool:
         """Return whether a rank waited in a call until it failed because of others, or by Ctrl-C as the job ended."""
         return call.gave_up or (self.post_mortem and call.outcome == Outcome.INTERRUPTED)
-
-    def _went_on(self, member: Member) -> bool:
-        """Return whether the program caught the error of a rank's last call, which then explains nothing in other
-        communicators: it has used one of them since, or did not wait for the call."""
-        last = member.comm.last()
-        if last is None or self.uid == member.group.uid or member.process.state == DEAD:
-            return False
-        return _continued(member, last) or (last.posted and not member.comm.awaited_at)
 
     def _ended(self, member: Member) -> bool:
         """Return whether its process has ended by itself. A process that ended because other ranks made its call fail
@@ -155,11 +166,13 @@ class WaitGraph:
         return process.state == DEAD and not process.gave_up and not with_all
 
     def _left(self, member: Member) -> bool:
-        """Return whether a rank has ended the communicator, other than because it gave up, there or elsewhere."""
+        """Return whether a rank has ended the communicator, other than because it gave up, there or elsewhere, or since
+        that was revoked."""
         last, ended = member.comm.last(), member.comm.ended
         if ended in (CommEnd.DESTROYED, CommEnd.ABORTED):
             return last is None or not self._waited(last)
-        return bool(ended) and ended != CommEnd.ABORTED_BY_WATCHDOG and not member.process.gave_up
+        waited = ended in (CommEnd.LIVE, CommEnd.ABORTED_BY_WATCHDOG, CommEnd.REVOKED)
+        return not waited and not member.process.gave_up
 
     # Sync points
 
@@ -196,7 +209,7 @@ class WaitGraph:
         point.waits = {
             rank: own
             for rank, own in point.arrived.items()
-            if own.state == FAILED or group.members[rank].waits_for(own)
+            if (own in self._calls[group.members[rank]] if own.state == FAILED else group.members[rank].waits_for(own))
         }
         point.call = next(iter((point.waits or point.arrived).values()), point.call)
         return point if point.arrived else None
@@ -208,14 +221,16 @@ class WaitGraph:
         return call.state == LAUNCHED and (self._left(member) or not call.collective or self._ended(member))
 
     def _why_missing(self, member: Member, call: CallRecord | None) -> str:
-        """Return why a rank is missing where it has made this call, or none; "" if it waits there."""
-        if call is not None and self._waited(call):
+        """Return why a rank is missing where it has made this call, or none; "" if it waits there, or is not needed."""
+        found = call or member.comm.last()
+        raised = found is not None and found.is_cause
+        if (call is not None and self._waited(call)) or (member.revoked and not raised):
             return ""
         if self._ended(member):
             return DEAD
         if member.process.state == STOPPED:
             return STOPPED
-        if (found := call or member.comm.last()) is not None and found.is_cause:
+        if raised:
             return FAILED
         if self._left(member):
             return COMM_ENDED
@@ -310,7 +325,8 @@ class WaitGraph:
             for absent in point.missing_because(NOT_ENTERED):
                 rows = self._calls_at.get(id(absent.process), [])
                 for other, member, call in rows:
-                    if other is point or member.rank not in other.waits or _caught(member, call):
+                    caught = self.caught(member.group, {member.rank: call})
+                    if other is point or member.rank not in other.waits or caught:
                         continue
                     on_stream = call.issued < member.comm.waits_at
                     certain = call.state in (INSIDE, FAILED) or on_stream or call.posted
@@ -328,23 +344,6 @@ def _last_of(group: Group, rank: int, operation: str) -> CallRecord | None:
     member = group.members.get(rank)
     calls = member.comm.calls if member else []
     return next((call for call in reversed(calls) if call.operation == operation), None)
-
-
-def _caught(member: Member, call: CallRecord) -> bool:
-    """Return whether the program has caught the error of a call: it has called another since, or closed the
-    communicator."""
-    newest = max(comm.calls[-1].issued for comm in member.process.comms if comm.calls)
-    closed = bool(member.comm.ended) and member.process.state != DEAD
-    return call.state == FAILED and (call.returned < newest or closed)
-
-
-def _continued(member: Member, call: CallRecord) -> bool:
-    """Return whether the process has created or used another communicator since this call returned. To close one is
-    not to use it: an exception does that too."""
-    others = [comm for comm in member.process.comms if comm.uid != member.group.uid]
-    used = [later for comm in others for later in comm.calls if later.operation not in ("finalize", "destroy")]
-    times = [comm.made for comm in others] + [later.issued for later in used]
-    return 0 < call.returned < max(times, default=0.0)
 
 
 def _before(first: CallRecord, then: CallRecord, same_comm: bool, member: Member) -> bool:

@@ -11,7 +11,7 @@ from typing import TypeVar
 from ..bindings.abi import Result
 from ..bindings.errors import Outcome
 from .formatting import ago, call_name, clean, global_rank, maker, place, ranks_text, seconds
-from .layout import MESSAGES, Half, ProcessEnd
+from .layout import MESSAGES, CommEnd, Half, ProcessEnd
 from .records import DEAD, FAILED, LAUNCHED, STOPPED, UNKNOWN, CallRecord, CommRecord, ProcessRecord
 
 T = TypeVar("T", CallRecord, ProcessRecord)
@@ -46,6 +46,12 @@ class Member:
             return call
         name = call.detail.partition("(")[0] or "check"
         return dataclasses.replace(call, number=self.comm.entered + 1, operation=name)
+
+    @property
+    def revoked(self) -> bool:
+        """Whether it waited for the others until the communicator was revoked. It is no cause there: it is in the next
+        generation now, or meets the others for it, which no record says."""
+        return self.comm.ended == CommEnd.REVOKED
 
     @property
     def key(self) -> tuple[str, int]:

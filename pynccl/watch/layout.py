@@ -44,7 +44,8 @@ class ProcessEnd(IntEnum):
 
 
 class CommEnd(IntEnum):
-    """How a communicator ended."""
+    """How a communicator ended. REVOKED: a peer died, so all ranks ended the communicators of this generation, to meet
+    again and make new ones (not by ncclCommRevoke)."""
 
     LIVE = 0
     DESTROYED = 1

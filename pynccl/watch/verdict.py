@@ -280,7 +280,8 @@ def _find_stalled(graph: WaitGraph) -> Iterator[Finding]:
     shortest = max(graph.min_wait, _STALLED_SECONDS_OF_COMM if graph.uid else _STALLED_SECONDS)
     from_dumps = all(process.state == UNKNOWN for process in graph.job.processes)  # of jobs that had timed out
     for point in graph.points:
-        if point.missing or point.blocked_by or graph.ages[point] < shortest:
+        revoked = all(point.group.members[rank].revoked for rank in point.arrived)
+        if point.missing or point.blocked_by or graph.ages[point] < shortest or revoked:
             continue
         if point.complete_since() >= shortest:
             yield _stalled(graph, point)
@@ -307,9 +308,11 @@ def _late(graph: WaitGraph, point: SyncPoint) -> Finding:
 
 def _stalled(graph: WaitGraph, point: SyncPoint) -> Finding:
     group = point.group
-    members = [group.members[rank] for rank in point.arrived]
-    gave_up = all(call.state == FAILED for call in point.arrived.values())
-    idle = [members[i] for i, call in enumerate(point.arrived.values()) if not call.started]
+    arrived = {rank: call for rank, call in point.arrived.items() if not group.members[rank].revoked}
+    revoked = [rank for rank, member in group.members.items() if member.revoked]
+    members = [group.members[rank] for rank in arrived]
+    gave_up = all(call.state == FAILED for call in arrived.values())
+    idle = [members[i] for i, call in enumerate(arrived.values()) if not call.started]
     how = f"{'gave up' if gave_up else 'not done'} after {seconds(point.age())}"
     others = group.members.keys() - point.arrived.keys() - point.excluded if point.collective else {point.call.peer}
     rest = "and no rank is missing" if point.complete() else f"which {group.names(others)} completed"
@@ -318,7 +321,9 @@ def _stalled(graph: WaitGraph, point: SyncPoint) -> Finding:
         rest, causes = "which waits for several ranks", "one of them has not called signal or put_signal"
     if 0 < len(idle) < len(members):  # the kernel of these waits behind another one
         members, causes = idle, f"{names_of(idle)} issued it, and only the streams of the others have begun it"
-    text = f"{group.names(point.arrived)} in {point.describe()}, {how}, {rest}: {causes}"
+    if revoked:
+        rest, causes = f"and {group.names(revoked)} left, as the communicator was revoked", "it was not revoked here"
+    text = f"{group.names(arrived)} in {point.describe()}, {how}, {rest}: {causes}"
     # Within a group, messages between two nodes or containers are the likelier ones to be lost.
     several = len({(member.process.machine, member.process.host) for member in members[:4]}) > 1
     return new_finding(
@@ -328,5 +333,5 @@ def _stalled(graph: WaitGraph, point: SyncPoint) -> Finding:
         text,
         points=[point],
         details=graph.job.status_lines(members[:4]),
-        culprits=[] if point.complete() and members is not idle else [member.key for member in members],
+        culprits=[] if revoked or (point.complete() and members is not idle) else [member.key for member in members],
     )

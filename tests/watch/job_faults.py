@@ -316,6 +316,13 @@ FAULTS: dict[str, Callable[[Draft, random.Random], Faulty | None]] = {
 }
 
 
+def _lost(draft: Draft, rng: random.Random) -> Faulty | None:
+    return rng.choice((_insert("kill"), _kill_inside, _insert("stop"), _insert("raise"), _call_fails))(draft, rng)
+
+
+ELASTIC = {"a rank is lost, and others revoke": _lost}
+
+
 @dataclass
 class Case:
     """A played job with a fault.   clean: the same without it; truth: before others gave up; exact: only `rank` may be
@@ -343,7 +350,7 @@ def make(seed: int, only: str = "") -> Case:
     while True:
         draft = draw(rng)
         for _ in range(12):
-            found = FAULTS[name](draft.copy(), rng)
+            found = (FAULTS | ELASTIC)[name](draft.copy(), rng)
             if found is None:
                 continue
             clean = draft.job()
@@ -359,7 +366,14 @@ def make(seed: int, only: str = "") -> Case:
 
 
 def _consequences(case: Case, rng: random.Random) -> None:
-    """In a part of the jobs, ranks that wait give up, and their processes end."""
+    """In a part of the jobs, ranks that wait give up, and their processes end. Or some revoke instead."""
+    if case.fault in ELASTIC:
+        others = sorted(
+            {rank for rank, process in enumerate(case.job.ranks) if process.state == "running"} - {case.rank}
+        )
+        for rank in rng.sample(others, rng.randint(min(1, len(others)), len(others))):
+            case.job.revoke(rank, NOW - rng.uniform(1.0, 30.0))
+        return
     nccl = case.fault == "killed, a peer's NCCL fails"
     if not case.truth.waiting or (not nccl and rng.random() < 0.5):
         return

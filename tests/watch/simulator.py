@@ -413,6 +413,16 @@ class Job:
         if not own.ended:
             own.ended, own.ended_at = how, at or self._tick()
 
+    def revoke(self, rank: int, at: float) -> None:
+        """A rank ends all its communicators, and meets the others again. What it waits for fails."""
+        for (_, owner), own in self.members.items():
+            if owner == rank and not own.ended:
+                own.ended, own.ended_at = "REVOKED", at
+        for call in [call for thread in self.threads if thread.rank == rank for call in thread.blocked]:
+            if not (call.done or call.outcome):
+                self.fail(call, "PEER_LOST", "NcclRemoteError: a peer was lost")
+                call.returned, call.active = at + 0.01, False
+
     def _left(self, name: str) -> None:
         """A rank has ended a communicator: others need not wait for it in finalize and destroy."""
         for operation in ("finalize", "destroy"):

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
-from job_faults import FAULTS, Case, judged_as, make, ranks_of
+from job_faults import ELASTIC, FAULTS, Case, judged_as, make, ranks_of
 from simulated_records import hand_made, through_files
 from simulator import Comm, Job, Op, Step
 
@@ -97,11 +97,23 @@ def test_the_verdict_names_the_faulty_rank_in_many_jobs() -> None:
     assert time.process_time() - begun < 60
 
 
+def test_ranks_that_revoked_their_communicators_are_not_named() -> None:
+    """Only the lost one is."""
+    still_wait = 0
+    for seed in range(1000):
+        case = make(seed, *ELASTIC)
+        verdict = judge(hand_made(case.job))
+        assert ranks_of(case, verdict.culprits) == {case.rank}, (seed, verdict.sentence)
+        ended = {rank for (_, rank), member in case.job.members.items() if member.ended == "REVOKED"}
+        still_wait += bool(ended & case.truth.waiting and case.truth.waiting - ended)
+    assert still_wait > 300
+
+
 def test_the_recorders_files_contain_what_the_simulated_records_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for seed in range(200):
-        job = make(seed).job
+    cases = [*map(make, range(200)), *(make(seed, *ELASTIC) for seed in range(20))]
+    for seed, job in ((case.seed, case.job) for case in cases):
         with monkeypatch.context() as patch:
             read = through_files(job, tmp_path, patch)
         expected = hand_made(job)

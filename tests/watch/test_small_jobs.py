@@ -89,6 +89,20 @@ def launcher_kills(*ranks: int) -> Callable[[Job], None]:
     return apply
 
 
+def revokes(*ranks: int, after: float = -30.0) -> Callable[[Job], None]:
+    """Return a function by which these ranks revoke all their communicators, as a peer has died."""
+
+    def apply(job: Job) -> None:
+        for rank in ranks:
+            job.revoke(rank, NOW + after)
+
+    return apply
+
+
+def exits(rank: int) -> Callable[[Job], None]:
+    return lambda job: job.end_process(rank, "CLEAN", "exit", NOW - 20)
+
+
 def no_record(rank: int) -> Callable[[Job], None]:
     def apply(job: Job) -> None:
         job.ranks[rank].recorded = False
@@ -258,6 +272,48 @@ JOBS = {
         [[do("02", "all_reduce")], [], [SLEEP]],
         then=[gives_up(0, "02"), launcher_kills(1), no_record(2)],
     ),
+    "revoked where a rank was killed": Small(
+        {3}, [*[[do("all", "all_reduce")]] * 3, [Step(act="kill")]], then=[revokes(0, 1)]
+    ),
+    "revoked by a rank that had not entered, where another is stopped": Small(
+        {3}, [[SLEEP], *[[do("all", "all_reduce")]] * 2, [Step(act="stop")]], then=[revokes(0, 1)]
+    ),
+    "the same, and it has exited since": Small(
+        {3}, [[SLEEP], *[[do("all", "all_reduce")]] * 2, [Step(act="stop")]], then=[revokes(0, 1), exits(0)]
+    ),
+    "revoked by all but the rank whose call raised": Small(
+        {2}, [*[[do("world", "all_reduce")]] * 2, [do("world", "all_reduce", act="fail"), SLEEP]], then=[revokes(0, 1)]
+    ),
+    "its call raised, and it has gone on, and the others have revoked": Small(
+        {2},
+        [*[[do("world", "all_reduce")]] * 2, [do("world", "all_reduce", act="fail"), do("02", "all_reduce")]],
+        then=[revokes(0, 1)],
+    ),
+    "revoked where a rank never entered": Small(
+        {2}, [*[[do("world", "all_reduce")]] * 2, [SLEEP]], then=[revokes(0, 1)]
+    ),
+    "revoked where a rank never entered, with calls on streams": Small(
+        {2},
+        [[do("world", "all_reduce", stream=1), do("world", "barrier")], [do("world", "all_reduce", stream=1)], [SLEEP]],
+        cuda=True,
+        then=[revokes(0, 1)],
+    ),
+    "revoked where a rank never sent, ahead of another message": Small(
+        {2},
+        [[do("world", "recv", 2, 1), do("world", "recv", 1, 2), wait(1, 2)], [SLEEP], [SLEEP]],
+        cuda=True,
+        then=[revokes(0, 1)],
+    ),
+    "revoked, also by the rank whose call had raised": Small(
+        {2}, [*[[do("world", "all_reduce")]] * 2, [do("world", "all_reduce", act="fail"), SLEEP]], then=[revokes(0, 2)]
+    ),
+    "revoked where a rank has no record": Small(
+        {2}, [*[[do("world", "all_reduce")]] * 2, [SLEEP]], then=[revokes(0, 1), no_record(2)]
+    ),
+    "revoked by all that had not entered": Small(
+        set(), [[SLEEP], [SLEEP], [do("world", "all_reduce")]], then=[revokes(0, 1)]
+    ),
+    "revoked by all": Small(set(), [[SLEEP], *[[do("world", "all_reduce")]] * 2], then=[revokes(0, 1, 2)]),
     "NCCL fails in the init that a dead rank has not joined": Small(
         {0},
         [[Step(act="kill")], [do("late", "init")], [do("late", "init")]],
@@ -307,6 +363,21 @@ def test_either_thread_may_be_the_first() -> None:
     job = played(small.programs, small.side)
     first = [job.members["world", rank].calls[0].issued < job.members["side", rank].calls[0].issued for rank in (1, 2)]
     assert first == [True, False]
+
+
+def test_what_is_said_where_ranks_have_revoked() -> None:
+    texts = {}
+    raised = "revoked, also by the rank whose call had raised"
+    for name in ("revoked by all", "revoked by all that had not entered", raised):
+        job = played(JOBS[name].programs)
+        JOBS[name].then[0](job)
+        texts[name] = named_by(job)[1].partition("\n")[0]
+    assert texts["revoked by all"] == "running: no rank is stuck: 3 running, 0 finished."
+    assert texts["revoked by all that had not entered"] == (
+        "stalled: rank 2 in all_reduce #1 (comm 'world', 3 ranks, FLOAT32 x 1,024, train.py:5), not done after "
+        "8 min 20 s, and ranks 0 and 1 left, as the communicator was revoked: it was not revoked here."
+    )
+    assert "; rank 1 has waited 8 min 20 s there and rank 0 gave up" in texts[raised]
 
 
 # In order of priority: what the two ranks of a communicator do, and which of them is to be named

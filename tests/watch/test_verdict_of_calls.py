@@ -72,7 +72,12 @@ CALLS = {
     "a mismatch after which one rank has called nothing": Case(
         handled(None), "mismatch tp0 tp1: the ranks disagree about call #5 (comm 'tp', 2 ranks)", uid="u-dp"
     ),
-    "a mismatch, from the command line": Case(handled(call(6, age=5)), "mismatch tp0 tp1: the ranks disagree"),
+    "the same, from the command line": Case(
+        handled(call(6, age=5)), "missing dp1: rank 1 never entered all_reduce #7 (comm 'dp'"
+    ),
+    "a mismatch after which one rank has called nothing, from the command line": Case(
+        handled(None), "mismatch tp0 tp1: the ranks disagree"
+    ),
     "a missing rank in the comparison of PYNCCL_CHECK=1": Case(
         [
             process(

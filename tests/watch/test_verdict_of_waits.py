@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from watched import NOW, Case, behind, call, comm, dp, ended, failed, process
+from watched import NOW, Case, behind, call, comm, dp, ended, failed, process, waiting
 
 from pynccl.bindings.errors import NcclInvalidArgument, NcclRemoteError, NcclTimeout
 from pynccl.watch.layout import CommEnd, ProcessEnd
@@ -38,7 +38,25 @@ def shrunk(rank: int, *calls: CallRecord) -> ProcessRecord:
     return process(rank, old, new)
 
 
+def killed_later(*calls: CallRecord, **more: object) -> list[ProcessRecord]:
+    """Rank 0 has made these calls on 'tp', where rank 1 was killed, and waits for rank 2 in 'dp' now."""
+    in_dp = dp(0, call(6, age=30), call(7, state=INSIDE))
+    first = process(0, comm(0, 3, [call(2, age=90), *calls], **more), in_dp)
+    second = process(1, comm(1, 3, [call(2, age=90)]), **ended(ProcessEnd.KILLED), heartbeat=NOW - 9)
+    return [first, second, process(2, comm(2, 3, ended=CommEnd.ABORTED), dp(1, call(6, age=30)))]
+
+
+def next_generation(rank: int, *calls: CallRecord, by: ProcessEnd = ProcessEnd.RUNNING) -> ProcessRecord:
+    """A rank that was killed, or that revoked 'tp' 85 s ago and has made 'new' with another one since."""
+    if by != ProcessEnd.RUNNING:
+        return process(rank, comm(rank, 3, [call(40)]), **ended(by), heartbeat=NOW - 95)
+    issued = call(41, state=ISSUED, age=90)
+    old = comm(rank, 3, [call(40, age=99), issued], ended=CommEnd.REVOKED, ended_at=NOW - 85)
+    return process(rank, old, comm(min(rank, 1), 2, [call(1, age=30), *calls], uid="u-new", name="new", made=NOW - 80))
+
+
 LOST = NcclRemoteError("lost rank 1")
+TIMED_OUT = NcclTimeout("rank 1 waited 3 s")
 BAD = NcclInvalidArgument("no memory")
 POSTED = [process(0, comm(0, 2, [call(1, age=60)]), where="/m/data.py:9 load"), process(1, message(1, "recv"))]
 AWAITED = [POSTED[0], process(1, message(1, "recv", awaited_at=NOW - 3.5))]
@@ -92,6 +110,32 @@ CASES = {
         [shrunk(0, call(2, state=INSIDE)), process(1, comm(1, 3), **ended(ProcessEnd.KILLED)), shrunk(2)],
         "missing new1: rank 2 never entered all_reduce #2 (comm 'new', 2 ranks",
     ),
+    "a rank that was killed after another had caught a time-out there": Case(
+        killed_later(failed(TIMED_OUT, 60, 3)), "dead tp1: rank 1's process 1001 was killed"
+    ),
+    "a rank that was killed while another, which had excluded a third one, waits there": Case(
+        killed_later(call(0, "shrink", age=60, entry=3), call(3, state=INSIDE), excluded=[2]),
+        "dead tp1: rank 1's process 1001 was killed",
+    ),
+    "a rank that was killed just before others gave up, long after a shrink of all of them": Case(
+        [
+            process(
+                0,
+                comm(0, 3, [call(0, "shrink", age=60, entry=1)], excluded=[2], ended=CommEnd.AT_EXIT),
+                comm(0, 2, [failed(LOST, 2)], uid="u-s", name="s", ended=CommEnd.AT_EXIT),
+                dp(0, call(6, age=30)),
+                **ended(LOST),
+            ),
+            process(
+                1,
+                comm(1, 3, [call(0, "shrink", age=60, entry=1)], excluded=[2]),
+                comm(1, 2, [call(41, state=INSIDE)], uid="u-s", name="s"),
+                **ended(ProcessEnd.KILLED),
+                heartbeat=NOW - 3,
+            ),
+        ],
+        "dead tp1: all 2 processes have ended: rank 1's process 1001 was killed",
+    ),
     "an exception long after such a shrink": Case(
         [
             replace(shrunk(0, failed(LOST, 2, 2)), **ended(LOST), end_at=NOW - 2),
@@ -107,6 +151,47 @@ CASES = {
         ],
         "dead tp1: all 2 processes have ended: rank 1 exited by itself 22.0 s ago (the end of its program, or "
         "sys.exit); rank 0 has waited 11.8 s for it in all_reduce #41",
+    ),
+    "a rank that was killed, and the others are in the next generation": Case(
+        [next_generation(0, call(2, state=INSIDE)), next_generation(1), next_generation(2, by=ProcessEnd.KILLED)],
+        "missing new1: rank 1 never entered all_reduce #2 (comm 'new', 2 ranks",
+    ),
+    "a rank without which the others are in the next generation": Case(
+        [next_generation(0, call(2, state=INSIDE)), behind(1, 3), next_generation(2)],
+        "missing new1: rank 2 never entered all_reduce #2 (comm 'new'",
+    ),
+    "a rank that was killed, and one of the others is not in the next generation": Case(
+        [next_generation(0), waiting(1, 3), next_generation(2, by=ProcessEnd.KILLED)],
+        "dead tp2: rank 2's process 1002 was killed",
+    ),
+    "a rank that has caught a time-out and is in the next call of the communicator": Case(
+        [
+            process(
+                0,
+                comm(0, 3, [call(40, age=20), call(0, "send", ISSUED, peer=1, entry=2, age=8, stream=1)]),
+                dp(0, call(7, state=ISSUED, age=9, stream=1)),
+            ),
+            process(
+                1,
+                comm(1, 3, [failed(TIMED_OUT, 5, 0, "recv", peer=0), call(0, "recv", INSIDE, peer=2, entry=2, age=4)]),
+                dp(1, call(6, age=20)),
+            ),
+            behind(2, 3),
+        ],
+        "unmatched tp2: rank 2 never called send to rank 1",
+    ),
+    "a time-out that ended a rank, which called another communicator on the way": Case(
+        [
+            process(
+                0,
+                comm(0, 2, [call(40, age=30), failed(TIMED_OUT, 9, age=20)]),
+                dp(0, failed(TIMED_OUT, 2, 7, age=8)),
+                **ended(TIMED_OUT),
+            ),
+            behind(1, 2),
+            process(2, dp(1, call(6, age=30))),
+        ],
+        "missing tp1: rank 1 never entered all_reduce #41",
     ),
     "an error that only one rank has had and caught": Case(
         [
@@ -132,7 +217,7 @@ def test_the_verdict(name: str) -> None:
 def caught(age: float, uid: str = "", posted: bool = False, awaited_at: float = 0.0) -> str:
     """Return the verdict if rank 1 gave up in a recv of 'dp' 5 s ago, and waits in an all_reduce since `age`. Rank 0 is
     elsewhere."""
-    recv = failed(NcclTimeout("rank 1 waited 3 s"), 5, 0, "recv", peer=0, entry=2, posted=posted)
+    recv = failed(TIMED_OUT, 5, 0, "recv", peer=0, entry=2, posted=posted)
     in_call = comm(1, 2, [call(40, age=20), call(41, state=INSIDE, age=age)])
     first = process(0, *behind(0, 2).comms, dp(0, call(1, age=60)))
     return render(judge([first, process(1, in_call, dp(1, call(1, age=60), recv, awaited_at=awaited_at))], uid=uid))
