@@ -13,6 +13,7 @@ Ranks are those of the launch, which never change.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import math
 import os
@@ -20,12 +21,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from ..bindings.errors import NcclError, NcclRemoteError, NcclTimeout, reworded
 from ..bindings.library import Library
 from ..bindings.structs import CommConfig
-from ..bindings.workers import Clock, WorkerCall, ends_before
+from ..bindings.workers import Clock, WorkerCall, ends_before, wait_at_exit
 from ..comm.communicator import Communicator
 from ..comm.finalize import graph_hint, revoke
 from ..watch.folder import machine, start_ticks, state_of
@@ -155,6 +157,8 @@ class Generation:
         self._comms: weakref.WeakSet[Communicator] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._end = threading.Event()
+        self._looking = threading.Lock()
+        _generations.add(self)
         self._abort: WorkerCall[None] | None = None
         self.add(comm)
         self._watching = WorkerCall(self._watch, "elastic", until_exit=True)
@@ -212,7 +216,10 @@ class Generation:
             if comm is None or not comm.alive:
                 return
             try:
-                self._look(self.number + 1, Clock(POLL_SECONDS))
+                with self._looking:
+                    if ends_before(math.inf):
+                        return
+                    self._look(self.number + 1, Clock(POLL_SECONDS))
             except NcclTimeout:  # the store is slow
                 continue
             except NcclError:  # the store is gone, which survivors() reports
@@ -226,3 +233,16 @@ class Generation:
         if why:
             launch.note(following, "alive", str(launch.rank), clock)
             self.end(why)
+
+
+_generations: weakref.WeakSet[Generation] = weakref.WeakSet()
+
+
+@atexit.register  # runs before that of bindings/workers.py
+def _stop_looking() -> None:
+    """Let no thread start another operation on the store: one that returns from C++ while the interpreter shuts down
+    would abort the process."""
+    wait_at_exit([partial(one._looking.acquire, True) for one in list(_generations)], 1.0)
+
+
+os.register_at_fork(after_in_child=_generations.clear)  # the child has none of the threads

@@ -216,9 +216,6 @@ class Rank:
                 if self.place == "survivors":  # what it raises ends this rank
                     self.log("out", text=first[:400])
                     sys.exit(OUT)
-                if "load a checkpoint" in str(error):  # that of step 0
-                    self.state = State(job)
-                    self.log("anew")
                 if restarts:
                     raise
                 fresh = False
@@ -229,14 +226,22 @@ class Rank:
                 self.comm.destroy()
 
     def recover(self) -> None:
-        state = self.state
         self.at("survivors")
         self.comm = self.comm.survivors(MEET_SECONDS)
         self.place = "first"
         self.log("survivors", generation=self.comm.generation, verdict=self.comm.verdict)
         self.check_sum("first")
         self.at("agree")
-        before, state.step = state.step, self.comm.agree(state.step, MEET_SECONDS)
+        before = self.state.step
+        try:
+            newest = self.comm.agree(before, MEET_SECONDS)
+        except RuntimeError as error:
+            if "load a checkpoint" not in str(error):
+                raise
+            self.state, before = State(self.job), 0  # the one of step 0
+            self.log("anew")
+            newest = self.comm.agree(0, MEET_SECONDS)
+        state, self.state.step = self.state, newest
         self.at("sync")
         inside = Inside(partial(self.at, "syncing"))
         self.comm.sync_state(state.model, inside, state.optimizer, state.history, timeout=MEET_SECONDS)

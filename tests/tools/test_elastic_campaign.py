@@ -23,7 +23,7 @@ def job(number: int, size: int, transport: str, extras: list[str], *faults: Faul
 
 JOBS = [
     job(1, 3, "auto", ["save"], Fault(1, "stop", "save", 1, pause=12)),  # comes back when the others have gone on
-    job(2, 4, "sockets", ["chain", "groups"], Fault(2, "kill", "groups", 5, delay=0.01)),
+    job(2, 4, "sockets", ["overlap", "chain", "groups"], Fault(2, "kill", "all_reduce", 5)),
     job(3, 4, "auto", ["overlap", "plan"], Fault(1, "exception", "compute", 3), Fault(2, "kill", "survivors", 1, 0.05)),
     job(4, 3, "auto", [], Fault(2, "impatient", "commit", 3), Fault(0, "kill", "syncing", 1)),  # the source is lost
     job(5, 3, "nodes", ["overlap"], Fault(0, "exit", "committed", 2), Fault(1, "os-exit", "committed", 4)),
