@@ -30,6 +30,7 @@ from ..bindings.structs import CommConfig
 from ..bindings.workers import Clock, WorkerCall, ends_before, wait_at_exit
 from ..comm.communicator import Communicator
 from ..comm.finalize import graph_hint, revoke
+from ..watch import exit_hooks
 from ..watch.folder import machine, start_ticks, state_of
 from ..watch.records import DEAD
 from ..watch.store import StoreClient, append, lines, read
@@ -236,6 +237,18 @@ class Generation:
 
 
 _generations: weakref.WeakSet[Generation] = weakref.WeakSet()
+
+
+def _report_failure(how: str) -> None:
+    """Open the next generation as this process ends with an error: the others need not wait until it has ended."""
+    for one in list(_generations):
+        launch, comm, following = one.launch, one.comm(), one.number + 1
+        if one.ended is None and comm is not None and comm.alive and comm.size > 1:
+            launch.note(following, "gone", f"{launch.rank} rank {launch.rank} {how}", Clock(POLL_SECONDS))
+            launch.open(following, f"rank {launch.rank} {how}", Clock(POLL_SECONDS))
+
+
+exit_hooks.on_failure.append(_report_failure)
 
 
 @atexit.register  # runs before that of bindings/workers.py

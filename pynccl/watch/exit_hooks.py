@@ -20,6 +20,7 @@ from typing import Any
 from ..bindings.errors import NcclError, outcome_of
 from ..bindings.workers import begin_exit
 from . import folder, recorder, watchdog
+from .formatting import at, clean
 from .frames import innermost_own, internal_files
 from .layout import ProcessEnd
 from .recorder import Ending
@@ -28,6 +29,7 @@ from .records import RUNNING, STOPPED, ProcessRecord
 _CATCHERS = ("multiprocessing.process", "torch.multiprocessing.spawn")
 _LINGER_SECONDS = 2.0  # for ranks on other nodes to notice a failure, find the culprit, and exit
 _prepared: list[object] = []  # finalizers that multiprocessing runs at the end of its process
+on_failure: list[Callable[[str], object]] = []  # called with how the process ends, if that is with an error
 _caught: list[BaseException | None] = []  # exception that ended the target function of a multiprocessing process
 
 
@@ -83,8 +85,12 @@ def _record_end() -> None:
     own = recorder.started()
     if own is None or not own.mine or own.ending:
         return
-    own.end(_how_process_ended(own))
+    ending = _how_process_ended(own)
+    own.end(ending)
     begin_exit(own.ending > ProcessEnd.CLEAN)
+    for call in on_failure if own.ending > ProcessEnd.CLEAN else []:
+        with contextlib.suppress(Exception):
+            call(f"exited with {clean(ending.text)}{at(ending.site)}")
     watchdog.stop()
     exchanges = {exchange for owner in (own, *own.tracks) if (exchange := owner.exchange) is not None}
     reports_end = own.ending != ProcessEnd.CLEAN or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -228,6 +228,30 @@ def test_a_rank_that_comes_to_the_end_of_its_program_has_not_died(store: TCPStor
     assert launch(store, program, 3) == [(0, "0 True\n", "")] * 3
 
 
+def test_a_rank_that_raises_on_another_machine_says_so_as_it_exits(store: TCPStore, tmp_path: Path) -> None:
+    """The others do not wait for its silence."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, sys, time, pynccl, torch\n"
+        "from pynccl.bootstrap import generation, survivors\n"
+        "from pynccl.watch import folder\n"
+        "folder.machine = generation.machine = lambda: f'machine {os.environ[\"RANK\"]}'\n"
+        "survivors.SILENT_SECONDS = 60\n"
+        "comm = pynccl.init(elastic=True)\n"
+        "comm.barrier()\n"
+        "if comm.rank == 1: raise ValueError('no such batch')\n"
+        "try:\n"
+        "    comm.split(0).recv(torch.ones(1), 2 - comm.rank)  # which never sends\n"
+        "except pynccl.NcclError:\n"
+        "    comm = comm.survivors(timeout=100)\n"
+        "print(comm.size, comm.verdict)\n"
+    )
+    first, raised, last = launch(store, program, 3)
+    assert raised[0] == 1
+    line = "2 rank 1 exited with ValueError: no such batch at program.py:8\n"
+    assert (first[:2], last[:2]) == ((0, line), (0, line)), first[2] + last[2]
+
+
 def launch(store: TCPStore, program: Path, n: int, *arguments: str) -> list[tuple[int, str, str]]:
     """Run a program on n ranks; return exit code, stdout and stderr of each."""
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(n)}
