@@ -47,12 +47,17 @@ def ends(uid: str) -> dict[int, tuple[str, bool]]:
     whether it came to the end of its program."""
     from .findings import describe_end  # a slow import
     from .graph import WaitGraph
-    from .job import Job
+    from .job import Job, last_seen_at
 
     graph = WaitGraph(Job(records(uid)), 0.0, uid)
     group = next((group for group in graph.job.groups if group.uid == uid), None)
-    ended = [process for process in graph.job.processes if process.state == DEAD]
-    return {process.pid: (describe_end(graph, process, group), process.exited_cleanly) for process in ended}
+    found = {}
+    for process in (process for process in graph.job.processes if process.state == DEAD):
+        text, member = describe_end(graph, process, group), graph.job.member(process, group)
+        if process.killed and member is not None and (seen := last_seen_at(member)):
+            text += f"; {seen}"
+        found[process.pid] = text, process.exited_cleanly
+    return found
 
 
 def own_answer(uid: str, path: str) -> list[ProcessRecord]:

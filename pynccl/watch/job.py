@@ -190,7 +190,7 @@ class Job:
         number = f" {process.pid}" if host or process.state in (STOPPED, UNKNOWN) else ""
         is_ = {STOPPED: "stopped", DEAD: "ended", UNKNOWN: "not reachable from here"}.get(process.state, "alive")
         text = f"process{number}{host} {is_}, {member.progress()}" if process.pid > 0 else member.progress()
-        where = _last_seen_at(member)
+        where = last_seen_at(member)
         return text + (f"; {where}" if where else "")
 
 
@@ -199,7 +199,7 @@ def names_of(members: Sequence[Member]) -> str:
     return ranks_text(member.group.number(member.rank) for member in members)
 
 
-def _last_seen_at(member: Member) -> str:
+def last_seen_at(member: Member) -> str:
     """Return where its main thread is or was, and how long ago; or its newest call, if that is more recent."""
     process = member.process
     newest, site, age = process.newest_call(), process.last_place(), process.seen_ago

@@ -83,6 +83,7 @@ def test_those_who_are_left_go_on_in_the_old_order(
     for new, (generation, rank, size, found, verdict, again) in enumerate(values(outcomes, *dead)):
         assert (generation, rank, size, found, again) == (1, new, len(left), sums, True)
         assert [f"rank {one}'s process" in verdict for one in range(n)] == [one in dead for one in range(n)]
+        assert verdict.count(" at test_survivors.py:") == (0 if pool._env.get("PYNCCL_WATCH") == "off" else len(dead))
 
 
 def lose(place: Place, where: tuple[int, str], dead: list[int]) -> Any:
