@@ -172,7 +172,8 @@ class Mesh(Shared):
         *outer, last = (name for name, size in self.shape.items() if size > 1)
         groups: dict[str, list[int]] = {}
         for rank, place in zip(lost, places, strict=True):
-            groups.setdefault(", ".join(f"{name} {place[name]}" for name in outer), []).append(rank)
+            member = self.comm._generation.members[rank]  # of the launch, as all messages name ranks
+            groups.setdefault(", ".join(f"{name} {place[name]}" for name in outer), []).append(member)
         found = "; ".join(f"{last} of {at} lost {ranks_text(ranks)}" for at, ranks in groups.items())
         verdict = comm.verdict.replace("\n", "\n  ")
         error = NcclRemoteError(

@@ -5,7 +5,8 @@ once the next one is opened in the store, by a rank that calls survivors(), or t
 All of its communicators are then aborted as one group, so that a rank that is blocked in any of them goes on, with an
 error. survivors.py makes the next generation.
 
-Keys of the store. `node/MACHINE` lists the processes of a node: "rank pid start". Those of generation N start with
+Keys of the store. `node/MACHINE` lists the processes of a node: "rank pid start"; `left` the ranks whose program has
+come to its end. Those of generation N start with
 `gen/N/`: `open` says why it was opened; `alive` lists the ranks that have noticed, `gone` those whose process has ended
 and how, `came` those that call survivors; `members`, set once, says who is in it and who is lost; `id` is NCCL's id.
 Ranks are those of the launch, which never change.
@@ -17,6 +18,7 @@ import atexit
 import contextlib
 import math
 import os
+import sys
 import threading
 import time
 import weakref
@@ -27,17 +29,20 @@ from typing import Any, NamedTuple, TypeVar
 from ..bindings.errors import NcclError, NcclRemoteError, NcclTimeout, reworded
 from ..bindings.library import Library
 from ..bindings.structs import CommConfig
-from ..bindings.workers import Clock, WorkerCall, ends_before, wait_at_exit
+from ..bindings.workers import Clock, WorkerCall, begin_exit, ends_before, wait_at_exit
 from ..comm.communicator import Communicator
 from ..comm.finalize import graph_hint, revoke
 from ..watch import exit_hooks
 from ..watch.folder import machine, start_ticks, state_of
+from ..watch.layout import ENDED_AS, CommEnd
+from ..watch.recorder import started
 from ..watch.records import DEAD
 from ..watch.store import StoreClient, append, lines, read
 
 T = TypeVar("T")
 
 POLL_SECONDS = 0.25  # between two looks at the store and at the processes of this node
+_AWAKE_SECONDS = 2.0  # a rank that was not stopped has asked the store within this time
 _RETRY_SECONDS = 0.05  # for a store that does not answer
 _NO_ANSWER: Any = object()
 
@@ -50,6 +55,10 @@ class Setup(NamedTuple):
     config: CommConfig | None
     timeout: float | None
     serves: bool
+
+
+class StoreLost(NcclRemoteError):
+    """The store is gone, and this rank was awake when it went: no generation can have been opened without it."""
 
 
 class Launch:
@@ -69,9 +78,11 @@ class Launch:
         self.meeting = threading.RLock()  # one thread at a time meets the other ranks
         self.copying = threading.Lock()  # held while sync_state changes the state of this rank
         self._client = StoreClient(store)
+        self._heard_at, self._lost_at = time.monotonic(), 0.0  # when the store answered last; when it first did not
         self._processes: dict[int, tuple[int, int]] = {}  # on this node: rank -> pid and start
         self._left: set[int] = set()  # ranks whose program has ended without an error
-        append(store, f"node/{machine()}", f"{self.rank} {os.getpid()} {start_ticks()}")
+        line = f"{self.rank} {os.getpid()} {start_ticks()}"
+        self.ask(lambda store: append(store, f"node/{machine()}", line), Clock(setup.timeout))
 
     def begin(self, comm: Communicator, number: int, members: Sequence[int], verdict: str) -> Generation:
         """Begin a generation with its communicator."""
@@ -88,16 +99,19 @@ class Launch:
 
     def ask(self, call: Callable[[Any], T], clock: Clock) -> T:
         """Return `call(store)`. NcclRemoteError if the store is gone; NcclTimeout if it does not answer in time."""
+        began = time.monotonic()
         while (found := self._client.run(call, _NO_ANSWER)) is _NO_ANSWER:
             text = f"{self._client.reason}\n  the ranks of an elastic communicator meet there"
             if self._client.closed:
-                raise NcclRemoteError(
+                self._lost_at = self._lost_at or began
+                raise (StoreLost if self._lost_at < self._heard_at + _AWAKE_SECONDS else NcclRemoteError)(
                     f"{text}, so no rank can go on: start the job anew from a checkpoint. Serve the store from a "
                     "process that outlives the ranks: see docs/elastic.md"
                 )
             if clock.left() <= 0:
                 raise NcclTimeout(f"{text}; waited {clock.seconds()}")
             time.sleep(_RETRY_SECONDS)
+        self._heard_at = time.monotonic()
         return found
 
     def gone(self, members: Iterable[int]) -> dict[int, str]:
@@ -109,18 +123,23 @@ class Launch:
         }
         if not ended:
             return {}
-        known: dict[int, tuple[str, bool]] = {}
+        known: dict[int, str] = {}
         with contextlib.suppress(Exception):  # the records are a help; a slow import
             from ..watch.diagnosis import ends
 
             known = ends(self.newest.comm_uid)
-        self._left |= {rank for rank, pid in ended.items() if pid in known and known[pid][1]}
-        return {rank: known.get(pid, (f"rank {rank}'s process {pid} has ended",))[0] for rank, pid in ended.items()}
+        return {rank: known.get(pid, f"rank {rank}'s process {pid} has ended") for rank, pid in ended.items()}
 
-    def died(self, members: Iterable[int]) -> dict[int, str]:
+    def died(self, members: Iterable[int], clock: Clock) -> dict[int, str]:
         """As `gone`, without those whose program has come to its end."""
         found = self.gone(rank for rank in members if rank not in self._left)
+        if found:
+            self._left |= set(map(int, self.ask(lambda store: lines(store, "left"), clock)))
         return {rank: how for rank, how in found.items() if rank not in self._left}
+
+    def leave(self) -> None:
+        """Tell the others that this rank's program has come to its end: its process ends, and that is no death."""
+        self.ask(lambda store: append(store, "left", str(self.rank)), Clock(POLL_SECONDS))
 
     def open(self, number: int, why: str, clock: Clock) -> str:
         """Open this generation, unless it is open. Return why it was."""
@@ -182,9 +201,13 @@ class Generation:
     def check_calls(self) -> None:
         """Raise if it has ended, or if a call on one of its communicators has failed."""
         self.check()
-        for comm in list(self._comms):
+        for comm in self._all():
             if comm.alive:
                 comm.check_async_error()
+
+    def _all(self) -> list[Communicator]:
+        with self._lock:
+            return list(self._comms)
 
     def end(self, why: str) -> None:
         """Abort all of its communicators. Their calls raise: who blocks in one goes on."""
@@ -194,9 +217,8 @@ class Generation:
                 return
             self.ended = error = NcclRemoteError(text)
             error.verdict = why
-            comms = list(self._comms)
+            self._abort = revoke(list(self._comms), self.launch.setup.library, error)
         self._end.set()
-        self._abort = revoke(comms, self.launch.setup.library, error)
 
     def wait_for_end(self, clock: Clock) -> None:
         """Return once its communicators are aborted."""
@@ -207,29 +229,31 @@ class Generation:
                 f"captured a call on it may block it; reset() the graph, and call survivors() again{graph_hint()}"
             )
 
-        if self._abort is not None:
-            self._abort.result(clock.left(), blocked)
+        with self._lock:
+            abort = self._abort
+        if abort is not None:
+            abort.result(clock.left(), blocked)
 
     def _watch(self) -> None:
         """Notice that the next generation was opened, or that a process of this node has died, and end this one."""
         while not self._end.wait(POLL_SECONDS) and not ends_before(math.inf):
-            comm = self.comm()
-            if comm is None or not comm.alive:
+            if not any(comm.alive for comm in self._all()):
                 return
             try:
                 with self._looking:
                     if ends_before(math.inf):
                         return
-                    self._look(self.number + 1, Clock(POLL_SECONDS))
+                    self.look(Clock(POLL_SECONDS))
             except NcclTimeout:  # the store is slow
                 continue
             except NcclError:  # the store is gone, which survivors() reports
                 return
 
-    def _look(self, following: int, clock: Clock) -> None:
-        launch = self.launch
+    def look(self, clock: Clock) -> None:
+        """End this generation if the next one is open, or is to be opened."""
+        launch, following = self.launch, self.number + 1
         why = launch.is_open(following, clock)
-        if not why and (died := launch.died(self.members)):
+        if not why and (died := launch.died(self.members, clock)):
             why = launch.open(following, next(iter(died.values())), clock)
         if why:
             launch.note(following, "alive", str(launch.rank), clock)
@@ -239,22 +263,29 @@ class Generation:
 _generations: weakref.WeakSet[Generation] = weakref.WeakSet()
 
 
-def _report_failure(how: str) -> None:
-    """Open the next generation as this process ends with an error: the others need not wait until it has ended."""
+def _on_end(how: str) -> None:
+    """Tell the other ranks that this process ends. If that is with an error, open the next generation: the others need
+    not wait until it has ended."""
     for one in list(_generations):
         launch, comm, following = one.launch, one.comm(), one.number + 1
-        if one.ended is None and comm is not None and comm.alive and comm.size > 1:
+        destroyed = comm is None or comm._end == ENDED_AS[CommEnd.DESTROYED]
+        if one is launch.newest and not how:
+            launch.leave()
+        elif one is launch.newest and len(one.members) > 1 and not destroyed:
             launch.note(following, "gone", f"{launch.rank} rank {launch.rank} {how}", Clock(POLL_SECONDS))
             launch.open(following, f"rank {launch.rank} {how}", Clock(POLL_SECONDS))
 
 
-exit_hooks.on_failure.append(_report_failure)
+exit_hooks.on_end.append(_on_end)
 
 
 @atexit.register  # runs before that of bindings/workers.py
 def _stop_looking() -> None:
     """Let no thread start another operation on the store: one that returns from C++ while the interpreter shuts down
     would abort the process."""
+    if started() is None and not begin_exit(getattr(sys, "last_value", None) is not None):
+        with contextlib.suppress(NcclError):
+            _on_end("")
     wait_at_exit([partial(one._looking.acquire, True) for one in list(_generations)], 1.0)
 
 

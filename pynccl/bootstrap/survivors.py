@@ -19,26 +19,37 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from ..bindings.abi import UniqueId
-from ..bindings.errors import NcclError, NcclInvalidUsage, NcclRemoteError, NcclTimeout
+from ..bindings.errors import (
+    NcclError,
+    NcclInvalidArgument,
+    NcclInvalidUsage,
+    NcclRemoteError,
+    NcclTimeout,
+    NcclUnhandledCudaError,
+    NcclVersionError,
+)
 from ..bindings.library import host_module
 from ..bindings.values import INT_MAX, INT_MIN, integer
 from ..bindings.workers import GRACE_SECONDS, Clock, WorkerCall
 from ..comm.base import explained
 from ..comm.communicator import Communicator, bootstrap
 from ..comm.consistency import all_gather_texts
+from ..comm.finalize import ABORT_SECONDS
 from ..comm.init import comm_init_rank, get_unique_id, recorded_init
-from ..interop.devices import core_device
+from ..interop.devices import core_device, on_device
 from ..watch.formatting import ranks_text
 from ..watch.frames import call_site, called_from
 from ..watch.store import Prefixed, lines, read
 from ..watch.track import uid_of
-from .generation import Generation, Launch
+from .generation import Generation, Launch, StoreLost
 from .join import watch_at
 from .rendezvous import first_line
 
 T = TypeVar("T")
 
 TORN = INT_MIN  # the step of a rank whose state sync_state has copied in part
+_MISTAKES = (NcclInvalidUsage, NcclInvalidArgument)  # of the program: to meet again would not help
+_OWN_FAULTS = (*_MISTAKES, NcclUnhandledCudaError, NcclVersionError)  # of this rank: the others go on without it
 SILENT_SECONDS = 5.0  # then a rank that has not noticed the next generation is not waited for
 _STREAMS_SECONDS = 1.0  # for the streams of the host library to end what was aborted
 _PAUSE_SECONDS, _PAUSE_PER_RANK = 0.005, 0.0002  # between two looks at the store
@@ -81,8 +92,11 @@ def survivors(comm: Communicator, timeout: float | None = 30.0) -> Communicator:
             with contextlib.suppress(NcclError):  # it has failed in turn: meet once more
                 newest.check_calls()
                 return made  # the other caller of this process has met them
+        error = sys.exc_info()[1]  # survivors() is called where it is handled
+        if isinstance(error, _MISTAKES) and newest.ended is None and not launch.gone(newest.members):
+            raise error
         number, members = newest.number, _Members(list(newest.members), {})
-        why = newest.ended.verdict if newest.ended is not None else _why(launch, newest)
+        why = newest.ended.verdict if newest.ended is not None else _why(launch, newest, error)
         while True:
             number += 1
             try:
@@ -92,9 +106,8 @@ def survivors(comm: Communicator, timeout: float | None = 30.0) -> Communicator:
                 why = str(failure)
 
 
-def _why(launch: Launch, newest: Generation) -> str:
+def _why(launch: Launch, newest: Generation, error: BaseException | None) -> str:
     """Return why this rank opens the next generation: for messages."""
-    error = sys.exc_info()[1]  # survivors() is called where it is handled
     known = getattr(error, "verdict", "") or next(iter(launch.gone(newest.members).values()), "")
     return known or f"rank {launch.rank} called survivors()" + (f" after {first_line(error)}" if error else "")
 
@@ -102,17 +115,21 @@ def _why(launch: Launch, newest: Generation) -> str:
 def _meet(newest: Generation, number: int, before: _Members, why: str, clock: Clock) -> _Members:
     """Arrive at this generation, and return its members once the list is closed."""
     launch = newest.launch
-    newest.end(launch.open(number, why, clock))
-    newest.wait_for_end(clock)
+    why = launch.open(number, why, clock)
+    launch.note(number, "alive", str(launch.rank), clock)  # the others wait, however long the abort takes
+    newest.end(why)
+    newest.wait_for_end(Clock(min(max(clock.left(), 0.0) / 3 or 1e-3, ABORT_SECONDS)))
     if not launch.copying.acquire(timeout=min(max(clock.left(), 0.0), threading.TIMEOUT_MAX)):
         raise NcclTimeout(f"survivors: sync_state's load_state_dict() has not returned for {clock.seconds()}")
     launch.copying.release()
-    if launch.setup.library.is_host:
+    if launch.setup.ordinal is not None:  # raises if this rank's GPU has failed: it cannot go on
+        with on_device(launch.setup.ordinal):
+            core_device(launch.setup.ordinal).sync()
+    else:
         with contextlib.suppress(NcclTimeout):  # of other communicators' operations
             WorkerCall(_forget_errors, "streams").result(min(clock.left(), _STREAMS_SECONDS), NcclTimeout)
     launch.note(number, "came", str(launch.rank), clock)
-    window, noted = clock.left() * 2 / 3, set[int]()
-    keys, began = launch.prefix(number), Clock(None)
+    window, keys, began = clock.left() * 2 / 3, launch.prefix(number), Clock(None)
 
     def look(store: Any) -> tuple[str, list[set[int]], dict[int, str]]:
         closed = read(store, f"{keys}members") if store.check([f"{keys}members"]) else ""
@@ -124,18 +141,17 @@ def _meet(newest: Generation, number: int, before: _Members, why: str, clock: Cl
         closed, (came, alive), gone = launch.ask(look, clock)
         if closed:
             return _admitted(launch.rank, number, before, closed)
-        for rank, how in launch.gone(before.ranks).items():
-            if rank not in {*gone, *noted}:
-                noted.add(rank)
-                launch.note(number, "gone", f"{rank} {how}", clock)
-            gone.setdefault(rank, how)
+        for rank, how in launch.gone(set(before.ranks) - gone.keys()).items():
+            launch.note(number, "gone", f"{rank} {how}", clock)
+            gone[rank] = how
         waiting = set(before.ranks) - came - gone.keys()
         if (waited := began.waited()) > min(SILENT_SECONDS, window / 2):
             waiting &= alive
         if not waiting or waited > window:
             absent = f"has not come within {began.seconds()}: it is stopped, dead, or cut off"
-            lost = {rank: gone.get(rank, f"rank {rank} {absent}") for rank in before.ranks if rank not in came}
-            text = json.dumps([sorted(came & set(before.ranks)), {**before.lost, **lost}])
+            here = (came - gone.keys()) & set(before.ranks)
+            lost = {rank: gone.get(rank, f"rank {rank} {absent}") for rank in before.ranks if rank not in here}
+            text = json.dumps([sorted(here), {**before.lost, **lost}])
             launch.ask(partial(_close, key=f"{keys}members", text=text), clock)
         elif clock.left() <= 0:
             raise NcclTimeout(f"survivors: {ranks_text(waiting)} did not come within {clock.seconds()}")
@@ -195,6 +211,8 @@ def _make(launch: Launch, number: int, members: _Members, clock: Clock) -> Commu
                 setup.library, len(ranks), ids, rank, setup.ordinal, setup.config, limit.left(), check
             )
         comm = Communicator(handle, setup.library, setup.timeout, setup.config, track)
+    except _OWN_FAULTS:
+        raise
     except NcclError as error:
         raise _failed(number, error, clock) from error
     watch_at(comm, Prefixed(launch.store, keys), setup.serves)
@@ -204,6 +222,7 @@ def _make(launch: Launch, number: int, members: _Members, clock: Clock) -> Commu
         in_time(made, comm.barrier, "survivors", limit)
     except NcclError as error:
         made.end(first_line(error))
+        made.wait_for_end(limit)
         raise _failed(number, error, clock) from error
     return comm
 
@@ -241,9 +260,7 @@ def in_time(generation: Generation, call: Callable[[], T], operation: str, clock
             synchronize(comm)
             return found
 
-    found = WorkerCall(run, operation).result(clock.left(), late, check)
-    generation.check()
-    return found
+    return WorkerCall(run, operation).result(clock.left(), late, check)
 
 
 def synchronize(comm: Communicator) -> None:
@@ -263,7 +280,8 @@ def commit(comm: Communicator, timeout: float | None = 30.0) -> None:
 def agree(comm: Communicator, step: int, timeout: float | None = 30.0) -> int:
     generation, clock = elastic(comm, "agree"), Clock(timeout, "agree: timeout")
     number, launch = integer(step, "agree: step", TORN + 1, INT_MAX), generation.launch
-    if launch.behind is not None and number == launch.behind[0]:  # sync_state has not brought it there
+    if launch.behind is not None and (launch.behind[1] == TORN or number == launch.behind[0]):
+        # sync_state has not brought it there
         number = launch.behind[1]
     rows = in_time(generation, lambda: all_gather_texts({comm: f"agree\0{number}"})[comm], "agree", clock)
     steps = [int(row.partition("\0")[2]) for row in rows]
@@ -285,8 +303,7 @@ def check_generation(comm: Communicator) -> None:
     generation: Generation | None = comm._generation
     if generation is None:
         return
-    launch = generation.launch
-    if generation.ended is None and (why := launch.is_open(generation.number + 1, Clock(launch.setup.timeout))):
-        generation.end(why)
-    if generation.ended is not None:
-        generation.check()
+    with contextlib.suppress(StoreLost):
+        if generation.ended is None:
+            generation.look(Clock(generation.launch.setup.timeout))
+    generation.check()

@@ -59,6 +59,7 @@ def _sync(
             with group:
                 for one in objects:
                     _copy(group, one)
+        comm.barrier()  # else a rank that goes on takes those that copy for late
         synchronize(comm)
         generation.check()  # a stream goes on after an abort
         if launch.behind is not None:

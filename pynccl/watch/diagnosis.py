@@ -42,9 +42,8 @@ def records(uid: str) -> list[ProcessRecord]:
     return found
 
 
-def ends(uid: str) -> dict[int, tuple[str, bool]]:
-    """Return how the processes of this node that were in the communicator have ended: process id -> the sentence, and
-    whether it came to the end of its program."""
+def ends(uid: str) -> dict[int, str]:
+    """Return how the processes of this node that were in the communicator have ended: process id -> the sentence."""
     from .findings import describe_end  # a slow import
     from .graph import WaitGraph
     from .job import Job, last_seen_at
@@ -56,7 +55,7 @@ def ends(uid: str) -> dict[int, tuple[str, bool]]:
         text, member = describe_end(graph, process, group), graph.job.member(process, group)
         if process.killed and member is not None and (seen := last_seen_at(member)):
             text += f"; {seen}"
-        found[process.pid] = text, process.exited_cleanly
+        found[process.pid] = text
     return found
 
 

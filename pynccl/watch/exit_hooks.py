@@ -29,7 +29,7 @@ from .records import RUNNING, STOPPED, ProcessRecord
 _CATCHERS = ("multiprocessing.process", "torch.multiprocessing.spawn")
 _LINGER_SECONDS = 2.0  # for ranks on other nodes to notice a failure, find the culprit, and exit
 _prepared: list[object] = []  # finalizers that multiprocessing runs at the end of its process
-on_failure: list[Callable[[str], object]] = []  # called with how the process ends, if that is with an error
+on_end: list[Callable[[str], object]] = []  # called with how the process ends: "exited with ValueError: ..", "" if well
 _caught: list[BaseException | None] = []  # exception that ended the target function of a multiprocessing process
 
 
@@ -88,9 +88,10 @@ def _record_end() -> None:
     ending = _how_process_ended(own)
     own.end(ending)
     begin_exit(own.ending > ProcessEnd.CLEAN)
-    for call in on_failure if own.ending > ProcessEnd.CLEAN else []:
+    how = f"exited with {clean(ending.text)}{at(ending.site)}" if own.ending > ProcessEnd.CLEAN else ""
+    for call in on_end:
         with contextlib.suppress(Exception):
-            call(f"exited with {clean(ending.text)}{at(ending.site)}")
+            call(how)
     watchdog.stop()
     exchanges = {exchange for owner in (own, *own.tracks) if (exchange := owner.exchange) is not None}
     reports_end = own.ending != ProcessEnd.CLEAN or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

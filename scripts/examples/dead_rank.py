@@ -20,23 +20,26 @@ STEPS, DEATH = 6, 3
 
 
 def main(comm: pynccl.Communicator) -> str:
-    size, step, agreed, sums = comm.size, 0, True, dict[int, float]()
+    size, step, ready, sums = comm.size, 0, True, torch.zeros(STEPS)
     while step < STEPS:
         try:
-            if not agreed:
-                step, agreed = comm.agree(step), True
+            if not ready:
+                step = comm.agree(step)  # the newest step that a rank has
+                comm.sync_state(sums)  # from there to the ranks that are behind
+                ready = True
             if step == DEATH and comm.generation == 0 and comm.rank == size - 1 > 0:
                 os._exit(0)
             total = comm.all_reduce(torch.full((4,), float(10**comm.rank), device=comm.device))
             comm.commit()  # it has run on all ranks, or this raises
-            sums[step], step = total[0].item(), step + 1
+            sums[step] = total[0]
+            step += 1
         except pynccl.NcclError as error:
-            comm, agreed = comm.survivors(), False
+            comm, ready = comm.survivors(), False
             if comm.rank == 0:
                 print(f"{type(error).__name__} in step {step}: {comm.verdict}")
     with comm:
         full, reduced = (float("1" * n) for n in (size, max(size - 1, 1)))
-        if list(sums.values()) != [full] * DEATH + [reduced] * (STEPS - DEATH):
+        if sums.tolist() != [full] * DEATH + [reduced] * (STEPS - DEATH):
             raise AssertionError(f"rank {comm.rank}: {sums}")
         return f"dead_rank: {DEATH} steps on {size} ranks, {STEPS - DEATH} on {comm.size}: all sums are right"
 

@@ -23,7 +23,7 @@ from torch.distributed import FileStore, PrefixStore, TCPStore
 
 import pynccl
 from pynccl.bootstrap import survivors as meeting
-from pynccl.bootstrap.generation import POLL_SECONDS
+from pynccl.bootstrap.generation import POLL_SECONDS, Generation
 
 Kill = Callable[[], None]
 
@@ -168,6 +168,24 @@ def die_meeting(place: Place, where: tuple[int, str], point: str) -> Any:
     return total(made), made.size, named == [False, True, True, False]
 
 
+def test_a_rank_whose_abort_takes_long_is_waited_for(pool: RankPool, where: tuple[int, str]) -> None:
+    assert values(pool.outcomes(4, abort_slowly, where), 3) == [3, 3, 3]
+
+
+def abort_slowly(place: Place, where: tuple[int, str]) -> int:
+    comm, wait = elastic(place, where), Generation.wait_for_end
+    if place.rank == 3:
+        die()
+    if place.rank == 1:
+        Generation.wait_for_end = lambda *args: (time.sleep(1.5), wait(*args))  # type: ignore[assignment]
+    try:
+        with pytest.raises(pynccl.NcclRemoteError):
+            total(comm)
+        return comm.survivors().size
+    finally:
+        Generation.wait_for_end = wait  # type: ignore[method-assign]
+
+
 def test_one_death_after_another(pool: RankPool, where: tuple[int, str]) -> None:
     assert values(pool.outcomes(4, die_in_turn, where), 0, 1, 2) == [([1111.0, 111.0, 11.0, 1.0], 3)]
 
@@ -215,7 +233,34 @@ def stop_and_wake(place: Place, where: tuple[int, str], folder: Path) -> Any:
     return total(made), "rank 2" in made.verdict
 
 
-def test_a_rank_that_comes_to_the_end_of_its_program_has_not_died(store: TCPStore, tmp_path: Path) -> None:
+def test_a_stopped_rank_that_others_wait_for_in_a_call(store: TCPStore, tmp_path: Path) -> None:
+    """The watchdog ends their wait."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, signal, sys, pynccl, torch\n"
+        "from pynccl.bootstrap import survivors\n"
+        "survivors.SILENT_SECONDS = 1\n"
+        "comm = pynccl.init(elastic=True)\n"
+        "group, pid = comm.split(0), comm.all_gather(torch.tensor([os.getpid()]))[2]\n"
+        "if comm.rank == 2: os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "try:\n"
+        "    comm.all_reduce(torch.ones(1))\n"
+        "    sys.exit('not stopped')\n"
+        "except pynccl.NcclError:\n"
+        "    comm = comm.survivors()\n"
+        "print(comm.size, comm.generation, group.alive)\n"
+        "comm.barrier()\n"
+        "os.kill(int(pid), signal.SIGCONT) if comm.rank == 0 else None\n"
+    )
+    limits = {"PYNCCL_WATCH_ACTION": "raise", "PYNCCL_WATCH_TIMEOUT": "1"}
+    first, second, woken = launch(store, program, 3, **limits)
+    assert [first[:2], second[:2]] == [(0, "2 1 False\n")] * 2, first[2]
+    assert woken[0] == 1
+    assert "rank 2 is out of generation 1" in woken[2]
+
+
+@pytest.mark.parametrize("watch", ["on", "off"])
+def test_a_rank_that_comes_to_the_end_of_its_program_has_not_died(store: TCPStore, tmp_path: Path, watch: str) -> None:
     """The others go on in a group without it."""
     program = tmp_path / "program.py"
     program.write_text(
@@ -226,7 +271,7 @@ def test_a_rank_that_comes_to_the_end_of_its_program_has_not_died(store: TCPStor
         "    group.all_reduce(torch.ones(1)); time.sleep(0.1)\n"
         "print(comm.generation, comm.alive)\n"
     )
-    assert launch(store, program, 3) == [(0, "0 True\n", "")] * 3
+    assert launch(store, program, 3, PYNCCL_WATCH=watch) == [(0, "0 True\n", "")] * 3
 
 
 def test_a_rank_that_raises_on_another_machine_says_so_as_it_exits(store: TCPStore, tmp_path: Path) -> None:
@@ -253,14 +298,14 @@ def test_a_rank_that_raises_on_another_machine_says_so_as_it_exits(store: TCPSto
     assert (first[:2], last[:2]) == ((0, line), (0, line)), first[2] + last[2]
 
 
-def launch(store: TCPStore, program: Path, n: int, *arguments: str) -> list[tuple[int, str, str]]:
+def launch(store: TCPStore, program: Path, n: int, **more: str) -> list[tuple[int, str, str]]:
     """Run a program on n ranks; return exit code, stdout and stderr of each."""
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(n)}
     shared |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "PYNCCL_LIBRARY": "host", "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(program), *arguments],
-            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            [sys.executable, str(program)],
+            env={**os.environ, **shared, **more, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -293,6 +338,7 @@ def lose_store(place: Place, port: int, server: int) -> str:
     comm.barrier()
     with pytest.raises(pynccl.NcclError) as lost:
         comm.survivors(timeout=30)
+    comm.check_generation()  # a checkpoint can still be saved
     return str(lost.value)
 
 
@@ -362,6 +408,25 @@ def sync(place: Place, where: tuple[int, str]) -> Any:
     assert comm.agree(step) == 2
     comm.sync_state(*objects)  # none is behind
     return step, [one.state_dict() for one in objects]
+
+
+def test_a_half_copied_state_has_no_step_and_a_mistake_is_raised(pool: RankPool, where: tuple[int, str]) -> None:
+    assert pool.run(2, claim, where) == [(3, 0, 11.0)] * 2
+
+
+def claim(place: Place, where: tuple[int, str]) -> Any:
+    comm = elastic(place, where)
+    if place.rank == 0:
+        comm._generation.launch.behind = 5, meeting.TORN  # as a sync_state that was broken off leaves it
+    step = comm.agree(4 - place.rank)
+    mistake = pynccl.NcclInvalidUsage("of the program")
+    with pytest.raises(pynccl.NcclInvalidUsage) as raised:
+        try:
+            raise mistake
+        except pynccl.NcclError:
+            comm.survivors()
+    assert raised.value is mistake
+    return step, comm.generation, total(comm)
 
 
 BAD: list[tuple[str, Callable[[Any], Any], type[Exception], str]] = [
