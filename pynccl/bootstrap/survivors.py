@@ -51,7 +51,7 @@ TORN = INT_MIN  # the step of a rank whose state sync_state has copied in part
 _MISTAKES = (NcclInvalidUsage, NcclInvalidArgument)  # of the program: to meet again would not help
 _OWN_FAULTS = (*_MISTAKES, NcclUnhandledCudaError, NcclVersionError)  # of this rank: the others go on without it
 SILENT_SECONDS = 5.0  # then a rank that has not noticed the next generation is not waited for
-_STREAMS_SECONDS = 1.0  # for the streams of the host library to end what was aborted
+_STREAMS_SECONDS = 1.0  # for the streams to end what was aborted
 _PAUSE_SECONDS, _PAUSE_PER_RANK = 0.005, 0.0002  # between two looks at the store
 
 
@@ -118,16 +118,13 @@ def _meet(newest: Generation, number: int, before: _Members, why: str, clock: Cl
     why = launch.open(number, why, clock)
     launch.note(number, "alive", str(launch.rank), clock)  # the others wait, however long the abort takes
     newest.end(why)
-    newest.wait_for_end(Clock(min(max(clock.left(), 0.0) / 3 or 1e-3, ABORT_SECONDS)))
+    newest.wait_for_end(Clock(max(min(clock.left() / 3, ABORT_SECONDS), 1e-3)))
     if not launch.copying.acquire(timeout=min(max(clock.left(), 0.0), threading.TIMEOUT_MAX)):
         raise NcclTimeout(f"survivors: sync_state's load_state_dict() has not returned for {clock.seconds()}")
     launch.copying.release()
-    if launch.setup.ordinal is not None:  # raises if this rank's GPU has failed: it cannot go on
-        with on_device(launch.setup.ordinal):
-            core_device(launch.setup.ordinal).sync()
-    else:
-        with contextlib.suppress(NcclTimeout):  # of other communicators' operations
-            WorkerCall(_forget_errors, "streams").result(min(clock.left(), _STREAMS_SECONDS), NcclTimeout)
+    with contextlib.suppress(NcclTimeout):  # of other communicators' operations
+        settle = partial(_settle, launch.setup.ordinal)
+        WorkerCall(settle, "streams").result(min(clock.left(), _STREAMS_SECONDS), NcclTimeout)
     launch.note(number, "came", str(launch.rank), clock)
     window, keys, began = clock.left() * 2 / 3, launch.prefix(number), Clock(None)
 
@@ -158,9 +155,13 @@ def _meet(newest: Generation, number: int, before: _Members, why: str, clock: Cl
         time.sleep(_PAUSE_SECONDS + _PAUSE_PER_RANK * len(before.ranks))
 
 
-def _forget_errors() -> None:
-    """Forget the errors of aborted operations on the host library's streams, as on a GPU, where a stream goes on after
-    an abort: commit would raise them in the next generation."""
+def _settle(ordinal: int | None) -> None:
+    """Wait for what was aborted. Raise if this rank's GPU has failed: it cannot go on. Forget the errors on the host
+    library's streams, as on a GPU, where a stream goes on after an abort: commit would raise them later."""
+    if ordinal is not None:
+        with on_device(ordinal):
+            core_device(ordinal).sync()
+        return
     while True:
         try:
             host_module().synchronize()
