@@ -15,6 +15,7 @@ from torch import Tensor
 
 import pynccl_autograd as ad
 from pynccl import Communicator
+from pynccl.bindings import workers
 from pynccl_autograd import OverlapConfig
 from pynccl_autograd.overlap import reduce
 from pynccl_autograd.overlap.buffers import Buffers
@@ -25,10 +26,11 @@ SLICES = OverlapConfig("slices", chunks=3)
 
 
 def held_resources(comm: Communicator) -> tuple[int, int, int]:
-    """Return the bytes of the buffers, the number of tensors and the number of threads."""
+    """Return the bytes of the buffers, the number of tensors and that of threads, without those that stand by."""
     gc.collect()
     tensors = sum(issubclass(type(each), Tensor) for each in gc.get_objects())
-    return state_of(comm, Buffers).nbytes, tensors, threading.active_count()
+    threads = set(threading.enumerate()) - workers._workers
+    return state_of(comm, Buffers).nbytes, tensors, len(threads)
 
 
 def many_steps(comm: Communicator) -> tuple[tuple[int, int, int], tuple[int, int, int]]:

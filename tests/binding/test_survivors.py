@@ -245,6 +245,7 @@ def test_a_stopped_rank_that_others_wait_for_in_a_call(store: TCPStore, tmp_path
         "if comm.rank == 2: os.kill(os.getpid(), signal.SIGSTOP)\n"
         "try:\n"
         "    comm.all_reduce(torch.ones(1))\n"
+        "    comm.commit()  # the woken rank may find the sum complete\n"
         "    sys.exit('not stopped')\n"
         "except pynccl.NcclError:\n"
         "    comm = comm.survivors()\n"
@@ -473,8 +474,10 @@ def count_threads(place: Place, where: tuple[int, str]) -> Any:
     assert (comm.generation, comm.verdict) == (0, "")
     comm.destroy()
     made = elastic(place, where)
+    end = time.monotonic() + 20
+    while not threads()["pynccl elastic"] and time.monotonic() < end:  # it begins in a worker
+        time.sleep(0.01)
     made.barrier()
-    time.sleep(0.1)  # it begins in a worker
     two = threads()
     made.destroy()
     time.sleep(2 * POLL_SECONDS)
