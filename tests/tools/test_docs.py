@@ -116,7 +116,7 @@ def test_scripts_and_modules_that_commands_name_are_there() -> None:
 # Not run below: what needs a GPU, a package index, SLURM or another machine, and what other files here run.
 ELSEWHERE = (
     r"make|pip |srun|sbatch|ssh |torchrun --standalone( --local-addr\S+)?$|scripts/|.*scripts/(examples|gpu|timeline)"
-    r"|.*-m pynccl (explain|hang)|.*bench/(overhead.py|overlap.py|scale.py)|.* (example|overlap).py$"
+    r"|.*-m pynccl (explain|hang)|.*elastic_start|.*bench/(overhead.py|overlap.py|scale.py)|.* (example|overlap).py$"
 )
 SHORTER = {
     "perf$": "perf --help",
@@ -125,7 +125,7 @@ SHORTER = {
     "-e 64M -f 64 -n 50": "-e 16 -n 2",
     "--width 128 256 512 --rounds 9": "--width 32 --rounds 1",
     "--wrappers": "--wrappers --rounds 1",
-    "--runs 500": "--runs 1",
+    "--runs (500|60|6)\\b": "--runs 1",
     r"(torch_backend\.py).*": r"\1 --rounds 1 --sizes 16 --only collectives",
     "fuzzer.py models": "fuzzer.py models --runs 2",
     "--nproc-per-node 8": "--nproc-per-node 2",
