@@ -474,15 +474,19 @@ def count_threads(place: Place, where: tuple[int, str]) -> Any:
     assert (comm.generation, comm.verdict) == (0, "")
     comm.destroy()
     made = elastic(place, where)
-    end = time.monotonic() + 20
-    while not threads()["pynccl elastic"] and time.monotonic() < end:  # it begins in a worker
-        time.sleep(0.01)
+    wait_until(lambda: (threads() - none)["pynccl elastic"])  # it begins in a worker
     made.barrier()
     two = threads()
     made.destroy()
-    time.sleep(2 * POLL_SECONDS)
-    assert not (threads() - none)["pynccl elastic"]  # it ends with its communicator
+    wait_until(lambda: not (threads() - none)["pynccl elastic"])  # it ends with its communicator
     return one - none, two - none
+
+
+def wait_until(condition: Callable[[], Any]) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def threads() -> Counter[str]:
