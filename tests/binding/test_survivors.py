@@ -4,6 +4,7 @@ The ranks meet at a store of this process. A rank that is told to die sends itse
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -463,7 +464,8 @@ def test_without_elastic_nothing_changes(pool: RankPool, where: tuple[int, str])
 
 def count_threads(place: Place, where: tuple[int, str]) -> Any:
     store = PrefixStore("ordinary", TCPStore("127.0.0.1", where[0], is_master=False, wait_for_workers=False))
-    time.sleep(2 * POLL_SECONDS)  # for the threads of other tests
+    gc.collect()
+    time.sleep(4 * POLL_SECONDS)  # for the threads of other tests
     none = threads()
     comm = pynccl.from_store(PrefixStore(where[1], store), place.rank, place.size)
     one = threads()
