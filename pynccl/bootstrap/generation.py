@@ -88,7 +88,7 @@ class Launch:
         """Begin a generation with its communicator."""
         self.uid = self.uid or comm.uid
         if not self._processes:  # all ranks have made the communicator, and so have appended theirs before
-            for line in self.ask(lambda store: lines(store, f"node/{machine()}"), Clock(None)):
+            for line in self.ask(lambda store: lines(store, f"node/{machine()}"), Clock(self.setup.timeout)):
                 rank, pid, start = map(int, line.split())
                 self._processes[rank] = pid, start
         self.newest = Generation(self, comm, number, members, verdict)
@@ -282,7 +282,7 @@ exit_hooks.on_end.append(_on_end)
 @atexit.register  # runs before that of bindings/workers.py
 def _stop_looking() -> None:
     """Let no thread start another operation on the store: one that returns from C++ while the interpreter shuts down
-    would abort the process."""
+    would abort the process. Without a flight recorder, leave here."""
     if started() is None and not begin_exit(getattr(sys, "last_value", None) is not None):
         with contextlib.suppress(NcclError):
             _on_end("")

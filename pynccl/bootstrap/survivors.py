@@ -239,7 +239,7 @@ def _failed(number: int, error: NcclError, clock: Clock) -> Exception:
 
 def in_time(generation: Generation, call: Callable[[], T], operation: str, clock: Clock) -> T:
     """Return `call()`, in which this rank waits for the others. NcclTimeout at the deadline; the call ends when the
-    generation does. Work issued before and in it has run."""
+    generation does. All work issued before has run then."""
     generation.check_calls()
     comm, site, began = generation.comm(), call_site(), Clock(None)
     assert comm is not None  # the caller has it
@@ -257,9 +257,7 @@ def in_time(generation: Generation, call: Callable[[], T], operation: str, clock
         with called_from(site), comm._on_own_device():
             synchronize(comm)
             generation.check_calls()  # a stream goes on after an abort
-            found = call()
-            synchronize(comm)
-            return found
+            return call()
 
     return WorkerCall(run, operation).result(clock.left(), late, check)
 

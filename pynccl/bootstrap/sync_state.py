@@ -124,7 +124,7 @@ def _broadcast_bytes(group: Communicator, data: bytes) -> bytes:
 
     size = torch.tensor([len(data)], device=group.device)
     group.broadcast(size, size, 0)
-    sent = torch.tensor(bytearray(data) or [0] * int(size), dtype=torch.uint8)
+    sent = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(int(size), dtype=torch.uint8)
     _broadcast(group, sent)
     return sent.numpy().tobytes()
 
