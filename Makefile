@@ -2,8 +2,9 @@
 #   make demo [N=4]   train a small transformer with N tensor-parallel ranks beside the unsharded model
 #   make test         the tests to run before every commit            make lint / make format / make clean
 #   make test-driver  three folders of them, where a CUDA driver is present: a stub
-#   make test-all     all of these, the slow ones, and a minute or two of each fuzzer and of the fault campaign, seeds drawn
-#                     and printed or SEED=1; the page of collectives is tested in Chromium (apt install chromium)
+#   make test-more    the slow ones, and a minute or two of each fuzzer and of the fault campaign, seeds drawn and printed or
+#                     SEED=1; the page of collectives is tested in Chromium (apt install chromium)
+#   make test-all     all of these
 #   make api          build/api.md: every public name, from the docstrings
 #   make semantics    docs/semantics.md: which derivative of which collective is tested, from a run of its tests
 #   make collectives  docs/collectives.html: the page on which elements move, of python -m pynccl explain
@@ -22,11 +23,11 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.complete
 LOG := $(VENV).log
 
-.PHONY: help setup demo test test-driver test-all semantics api collectives lint format clean
+.PHONY: help setup demo test test-driver test-more test-all semantics api collectives lint format clean
 .DELETE_ON_ERROR:
 
 help:
-	@sed -n '2,11s/^# //p' Makefile
+	@sed -n '2,/^$$/s/^# //p' Makefile
 
 setup: $(STAMP)
 
@@ -36,7 +37,7 @@ demo: $(STAMP)
 	    scripts/train.py --check $(if $(DEMO_STEPS),--steps $(DEMO_STEPS)) $(ARGS)
 
 test: $(STAMP)
-	$(PY) -m pytest -n $(WORKERS) --dist worksteal -m "not slow" $(ARGS)
+	$(PY) -m pytest -n $(WORKERS) --dist worksteal -m "not slow" --junitxml=out/tests.xml $(ARGS)
 
 # As on a machine with a GPU, which a torch for CPUs cannot use: the driver is a stub that ends a process at a wrong handle.
 test-driver: $(STAMP)
@@ -44,7 +45,9 @@ test-driver: $(STAMP)
 	LD_LIBRARY_PATH=$(CURDIR)/build/driver $(PY) -m pytest -n $(WORKERS) --dist worksteal -m "not slow" \
 	    tests/binding tests/torch_backend tests/tools
 
-test-all: test test-driver
+test-all: test test-driver test-more
+
+test-more: $(STAMP)
 	$(PY) -m pytest -n $(WORKERS) --dist worksteal -m slow
 	$(PY) scripts/faults/fuzzer.py autograd --runs 20 $(if $(SEED),--seed $(SEED))
 	$(PY) scripts/faults/fuzzer.py overlap --runs 100 $(if $(SEED),--seed $(SEED))
