@@ -32,7 +32,7 @@ def test_the_readme_is_short() -> None:
     assert len(README.read_text().splitlines()) <= 150
 
 
-LAUNCH = "-m torch.distributed.run --standalone --local-addr=127.0.0.1 --nproc-per-node=2 example.py".split()
+LAUNCH = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2", "example.py"]
 ENVIRONMENT = {**os.environ, "COLUMNS": "100", "PYNCCL_LIBRARY": "host", "OMP_NUM_THREADS": "1"}
 
 
