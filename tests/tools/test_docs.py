@@ -178,6 +178,13 @@ def test_the_table_of_operations_has_their_arguments() -> None:
     assert {name for _, name in rows} == {name for name in public if ".ops." in getattr(ad, name).__module__}
 
 
+def test_figures_of_the_torch_backend_are_rows_of_the_results() -> None:
+    measured = (ROOT / "docs" / "torch_backend.md").read_text().partition("\n## Measured\n")[2]
+    rows = re.findall(r"^\| .*\d \|$", measured, re.MULTILINE)
+    results = (ROOT / "docs" / "results" / "cpu.md").read_text()
+    assert len(rows) > 10 and [row for row in rows if f"\n{row}" not in results] == []
+
+
 def test_links_and_paths_lead_somewhere() -> None:
     dead = []
     for page in PAGES:
