@@ -43,7 +43,7 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
             link = os.path.relpath(place, os.path.dirname(page.file.src_uri) or ".")
         return found[1] + link + (found[3] or "")
 
-    # GitHub ends a paragraph at a fence, and reads \\| as | in the code of a table.
+    # GitHub ends a paragraph at a fence, and reads \| as | in the code of a table.
     parts = [part if part.startswith("```") else mended(part, target) for part in FENCED.split(markdown)]
     return "\n".join(parts)
 
