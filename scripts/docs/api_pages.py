@@ -70,6 +70,9 @@ def value_entry(name: str, value: Any) -> Iterator[str]:
 
 def class_entry(full: str, kind: type) -> Iterator[str]:
     name = full.rpartition(".")[2]
+    if not is_ours(kind):
+        yield code(f"{name} = {kind.__module__}.{kind.__name__}")
+        return
     bases = ", ".join(base.__name__ for base in kind.__bases__ if is_public(base))
     init = vars(kind).get("__init__")
     constructor = init if init and is_ours(init) else None
@@ -79,7 +82,7 @@ def class_entry(full: str, kind: type) -> Iterator[str]:
     if issubclass(kind, Enum):
         yield text(kind.__doc__, "\n".join(f"{member.name} = {member.value}" for member in kind))
         return
-    yield text(inspect.getdoc(kind) if is_ours(kind) else "", constructor and constructor.__doc__)
+    yield text(inspect.getdoc(kind), constructor and constructor.__doc__)
     for member, head, doc in members_of(kind):
         yield heading(3, f"{name}.{member}", member, f"{full}.{member}")
         yield code(head)
