@@ -5,7 +5,7 @@
 #   make test-more    the slow ones, and a minute or two of each fuzzer and of the fault campaign, seeds drawn and printed or
 #                     SEED=1; the page of collectives is tested in Chromium (apt install chromium)
 #   make test-all     all of these
-#   make api          build/api.md: every public name, from the docstrings
+#   make docs         build/site/index.html: all pages and every public name, as a site that works from disk
 #   make semantics    docs/semantics.md: which derivative of which collective is tested, from a run of its tests
 #   make collectives  docs/collectives.html: the page on which elements move, of python -m pynccl explain
 # Options: PYTHON=python3.12 (of a new .venv), VENV=folder, ARGS="..." (handed to train.py or pytest), DEMO_STEPS=20,
@@ -23,7 +23,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.complete
 LOG := $(VENV).log
 
-.PHONY: help setup demo test test-driver test-more test-all semantics api collectives lint format clean
+.PHONY: help setup demo test test-driver test-more test-all semantics docs collectives lint format clean
 .DELETE_ON_ERROR:
 
 help:
@@ -58,8 +58,9 @@ test-more: $(STAMP)
 semantics: $(STAMP)
 	$(PY) scripts/semantics_table.py $(ARGS)
 
-api: $(STAMP)
-	$(PY) scripts/api_page.py $(ARGS)
+# The variable silences a notice of the theme about the end of its support.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict $(ARGS)
 
 collectives: $(STAMP)
 	PYNCCL_LIBRARY=host OMP_NUM_THREADS=1 $(PY) -m pynccl explain reduce_scatter --html docs/collectives.html
@@ -95,7 +96,7 @@ $(STAMP): pyproject.toml setup.py constraints.txt
 	@{ { $(PY) -m pip --version || $(PYTHON) -m venv --clear $(VENV); } \
 	    && $(PY) -m pip install -c constraints.txt torch \
 	    && extra="$$($(NCCL_EXTRA))" \
-	    && $(PY) -m pip install -c constraints.txt --no-build-isolation -e ".[test,dev,plot,hf$$extra]"; \
+	    && $(PY) -m pip install -c constraints.txt --no-build-isolation -e ".[test,dev,docs,plot,hf$$extra]"; \
 	  } >$(LOG) 2>&1 || { tail -n 20 $(LOG); \
 	    echo "make: setting up $(VENV) failed; the last lines of $(LOG) are above. The next make tries again."; exit 1; }
 	@touch $@

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+__all__ = ["bert", "gpt2", "llama"]
+
 Plan = dict[str, Any]
 
 # LlamaModel, LlamaForCausalLM, ...; Mistral, Qwen2 and Qwen3, whose modules have the same names

@@ -25,7 +25,7 @@ TESTS = "tests/autograd/test_semantics.py"
 
 # Column -> description, in the order of the table
 PROPERTIES = {
-    "adjoint sum": 'output and gradient under `grad="sum"` equal the reference; <F x, y> = <x, F* y> to 1e-12',
+    "adjoint sum": 'output and gradient under `grad="sum"` equal the reference; `<F x, y> = <x, F* y>` to 1e-12',
     "replicated": 'the same under `grad="replicated"`',
     "double backward": "second derivatives, under both conventions",
     "jvp": "`torch.func.jvp` of the function, and of its gradient",

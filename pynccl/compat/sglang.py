@@ -18,15 +18,27 @@ from typing import Any
 from ..bindings.abi import RedOp, UniqueId
 from ..bindings.structs import CommConfig, struct_of
 from . import vllm, wrapper
-from .stateless import StatelessProcessGroup as StatelessProcessGroup
+from .stateless import StatelessProcessGroup
 from .wrapper import (
-    buffer_type as buffer_type,
-    cudaStream_t as cudaStream_t,
-    ncclComm_t as ncclComm_t,
-    ncclDataTypeEnum as ncclDataTypeEnum,
-    ncclRedOpTypeEnum as ncclRedOpTypeEnum,
-    ncclUniqueId as ncclUniqueId,
+    buffer_type,
+    cudaStream_t,
+    ncclComm_t,
+    ncclDataTypeEnum,
+    ncclRedOpTypeEnum,
+    ncclUniqueId,
 )
+
+__all__ = [
+    "PyNcclCommunicator",
+    "NCCLLibrary",
+    "StatelessProcessGroup",
+    "buffer_type",
+    "cudaStream_t",
+    "ncclComm_t",
+    "ncclDataTypeEnum",
+    "ncclRedOpTypeEnum",
+    "ncclUniqueId",
+]
 
 
 class NCCLLibrary(wrapper.NCCLLibrary):

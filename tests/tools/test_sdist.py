@@ -14,7 +14,8 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("pynccl", "autograd", "tests", "scripts", "docs", ".ci")
-FILES = {"pyproject.toml", "setup.py", "Makefile", "constraints.txt", "README.md", "CHANGELOG.md", "LICENSE"}
+FILES = {"pyproject.toml", "setup.py", "Makefile", "constraints.txt", "mkdocs.yml"}
+FILES |= {"README.md", "CHANGELOG.md", "LICENSE"}
 
 
 def test_the_source_distribution_is_complete(tmp_path: Path) -> None:
