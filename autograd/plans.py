@@ -9,6 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from pynccl.bindings.listing import public_dir
+
+__all__ = ["Plan", "bert", "gpt2", "llama"]
+__dir__ = public_dir(globals())
+
 Plan = dict[str, Any]
 
 # LlamaModel, LlamaForCausalLM, ...; Mistral, Qwen2 and Qwen3, whose modules have the same names

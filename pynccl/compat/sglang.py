@@ -16,17 +16,31 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..bindings.abi import RedOp, UniqueId
+from ..bindings.listing import public_dir
 from ..bindings.structs import CommConfig, struct_of
 from . import vllm, wrapper
-from .stateless import StatelessProcessGroup as StatelessProcessGroup
+from .stateless import StatelessProcessGroup
 from .wrapper import (
-    buffer_type as buffer_type,
-    cudaStream_t as cudaStream_t,
-    ncclComm_t as ncclComm_t,
-    ncclDataTypeEnum as ncclDataTypeEnum,
-    ncclRedOpTypeEnum as ncclRedOpTypeEnum,
-    ncclUniqueId as ncclUniqueId,
+    buffer_type,
+    cudaStream_t,
+    ncclComm_t,
+    ncclDataTypeEnum,
+    ncclRedOpTypeEnum,
+    ncclUniqueId,
 )
+
+__all__ = [
+    "NCCLLibrary",
+    "PyNcclCommunicator",
+    "StatelessProcessGroup",
+    "buffer_type",
+    "cudaStream_t",
+    "ncclComm_t",
+    "ncclDataTypeEnum",
+    "ncclRedOpTypeEnum",
+    "ncclUniqueId",
+]
+__dir__ = public_dir(globals())
 
 
 class NCCLLibrary(wrapper.NCCLLibrary):

@@ -19,29 +19,48 @@ from typing import Any
 
 from ..bindings.abi import RedOp
 from ..bindings.errors import NcclError, NcclInvalidUsage
+from ..bindings.listing import public_dir
 from ..bindings.structs import CommConfig
 from ..bindings.values import integers
 from ..comm.base import DEFAULT_TIMEOUT
 from ..comm.communicator import Communicator
 from ..comm.groups import group as pynccl_group
 from ..comm.init import check_rank_of
-from .stateless import StatelessProcessGroup as StatelessProcessGroup
+from .stateless import StatelessProcessGroup
 from .wrapper import (
-    NCCL_UNIQUE_ID_BYTES as NCCL_UNIQUE_ID_BYTES,
-    NCCLLibrary as NCCLLibrary,
-    buffer_type as buffer_type,
-    cudaStream_t as cudaStream_t,
-    ncclComm_t as ncclComm_t,
-    ncclDataType_t as ncclDataType_t,
-    ncclDataTypeEnum as ncclDataTypeEnum,
-    ncclRedOp_t as ncclRedOp_t,
-    ncclRedOpTypeEnum as ncclRedOpTypeEnum,
-    ncclResult_t as ncclResult_t,
-    ncclUniqueId as ncclUniqueId,
-    ncclWindow_t as ncclWindow_t,
+    NCCL_UNIQUE_ID_BYTES,
+    NCCLLibrary,
+    buffer_type,
+    cudaStream_t,
+    ncclComm_t,
+    ncclDataType_t,
+    ncclDataTypeEnum,
+    ncclRedOp_t,
+    ncclRedOpTypeEnum,
+    ncclResult_t,
+    ncclUniqueId,
+    ncclWindow_t,
     operator_of,
     owners,
 )
+
+__all__ = [
+    "NCCL_UNIQUE_ID_BYTES",
+    "NCCLLibrary",
+    "PyNcclCommunicator",
+    "StatelessProcessGroup",
+    "buffer_type",
+    "cudaStream_t",
+    "ncclComm_t",
+    "ncclDataTypeEnum",
+    "ncclDataType_t",
+    "ncclRedOpTypeEnum",
+    "ncclRedOp_t",
+    "ncclResult_t",
+    "ncclUniqueId",
+    "ncclWindow_t",
+]
+__dir__ = public_dir(globals())
 
 INIT_SECONDS = 1800.0  # wait for the other ranks, as long as torch's process groups; vLLM has no timeout
 _ABORT_SECONDS = 5.0
