@@ -36,7 +36,16 @@ if __name__ == "autograd":
 import sys as _sys
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-from pynccl import Communicator as _Communicator
+try:
+    from pynccl import Communicator as _Communicator
+except Exception as _error:  # of another project, whose package has replaced ours
+    from pathlib import Path as _Path
+    from runpy import run_path as _run_path
+
+    _file = _Path(__file__).parents[1] / "pynccl" / "bindings" / "installed.py"
+    if _file.exists() and (_text := _run_path(str(_file))["sentence"]()):
+        raise ImportError(_text) from _error
+    raise
 from pynccl.bindings.listing import public_dir as _public_dir
 from pynccl.bindings.torch_names import FUNCTIONS as _FUNCTIONS, no_attribute as _no_attribute
 

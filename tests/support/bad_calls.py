@@ -166,13 +166,13 @@ BAD: list[Bad] = [
             lambda c: c.all_gather_v([zeros(4)] * 4, counts=[4] * 4),
         )
     ],
-    (lambda c: c.all_gather_into_tensor, "AttributeError: use comm.all_gather(send, recv); see docs/coming_from.md"),
+    (lambda c: c.all_gather_into_tensor, "AttributeError: use comm.all_gather(send, recv); see docs/coming_from.md"),  # type: ignore[attr-defined]
     (
-        lambda c: c.isend,
+        lambda c: c.isend,  # type: ignore[attr-defined]
         "AttributeError: use comm.send and comm.recv in a `with pynccl.group():`; see docs/coming_from.md",
     ),
-    (lambda c: c.get_rank, "AttributeError: 'Communicator' object has no attribute 'get_rank'; use comm.rank; see"),
-    (lambda c: c.no_such_name, "AttributeError: 'Communicator' object has no attribute 'no_such_name'"),
+    (lambda c: c.get_rank, "AttributeError: 'Communicator' object has no attribute 'get_rank'; use comm.rank; see"),  # type: ignore[attr-defined]
+    (lambda c: c.no_such_name, "AttributeError: 'Communicator' object has no attribute 'no_such_name'"),  # type: ignore[attr-defined]
     (lambda c: c.plan.all_to_all_single, "AttributeError: did you mean all_to_all?"),
     (lambda c: c.pre_mul_sum(0.5), "TypeError: pre_mul_sum: a Python number needs dtype="),
     (lambda c: c.pre_mul_sum(0.5, "int32"), "ValueError: pre_mul_sum: scalar 0.5 would become 0 as int32"),
