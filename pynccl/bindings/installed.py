@@ -9,6 +9,7 @@ import json
 import shlex
 import sys
 from importlib import metadata
+from os.path import exists
 
 OTHER, OURS = "pynccl", "pynccl-autograd"
 
@@ -35,7 +36,7 @@ def conflict(works: bool = False) -> tuple[str, str] | None:
             text = f"{found} is installed over {OURS}{f' {ours.version}' if ours is not None else ''}"
         uninstall = f"{pip('uninstall', _installer(other))} {OTHER}"
         return text, f"{uninstall} && {mend}" if mend else uninstall
-    if not works and mend and ours is not None and not ours.locate_file("pynccl/__init__.py").is_file():
+    if not works and mend and ours is not None and not exists(str(ours.locate_file("pynccl/__init__.py"))):
         text = (
             f"pynccl/__init__.py of {OURS} {ours.version} is missing: uninstalling {OTHER}, another project, deletes it"
         )
