@@ -57,7 +57,7 @@ def no_attribute(owner: Any, name: str, calls: Mapping[str, str] = CALLS, method
     """Return the AttributeError for `name`, with what to use if it is one of `calls`, or a method of a communicator.
 
     Python adds its own "Did you mean" to an error that has the object. So an error has one hint or the other."""
-    if name not in calls and not name.startswith("_") and hasattr(methods, name):
+    if name not in calls and not name.startswith("_") and name in dir(methods):
         calls = {name: f"comm.{name} of a communicator, as pynccl.init() returns"}
     what = f"module {owner.__name__!r}" if isinstance(owner, ModuleType) else f"{type(owner).__name__!r} object"
     text = f"{what} has no attribute {name!r}"
