@@ -18,6 +18,7 @@ _CALLS_IN_GROUP = "one call for each tensor in a `with pynccl.group():`"
 CALLS = {
     **dict.fromkeys(("all_gather_into_tensor", "all_gather_single", "all_gather_tensor"), _GATHER),
     **dict.fromkeys(("reduce_scatter_tensor", "reduce_scatter_single"), _SCATTER),
+    **dict.fromkeys(("gather_into_tensor", "gather_single"), "comm.gather(send, recv, root)"),
     "all_to_all_single": "comm.all_to_all(send, recv), or all_to_all_v with a count for each rank",
     **dict.fromkeys(("isend", "irecv", "batch_isend_irecv", "P2POp"), _GROUP),
     **dict.fromkeys(("all_reduce_coalesced", "all_gather_coalesced"), _CALLS_IN_GROUP),
@@ -41,6 +42,7 @@ FUNCTIONS = {
         ("all_gather_into_tensor", "all_gather_single", "all_gather_tensor"), "ad.all_gather(x, comm, grad=...)"
     ),
     **dict.fromkeys(("reduce_scatter_tensor", "reduce_scatter_single"), "ad.reduce_scatter(x, comm)"),
+    **dict.fromkeys(("gather_into_tensor", "gather_single"), "ad.gather(x, comm, root)"),
     "all_to_all_single": "ad.all_to_all(x, comm)",
     **dict.fromkeys(("all_gather_v", "reduce_scatter_v"), "splits= of ad.all_gather and ad.reduce_scatter"),
     "all_to_all_v": "send_splits= and recv_splits= of ad.all_to_all",
