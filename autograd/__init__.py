@@ -33,7 +33,21 @@ if __name__ == "autograd":
         "(the folder's own name would shadow the PyPI package autograd)"
     )
 
-from pynccl.bindings.listing import public_names as _public_names
+import sys as _sys
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
+try:
+    from pynccl import Communicator as _Communicator
+except Exception as _error:  # of another project, whose package has replaced ours
+    from pathlib import Path as _Path
+    from runpy import run_path as _run_path
+
+    _file = _Path(__file__).parents[1] / "pynccl" / "bindings" / "installed.py"
+    if _file.exists() and (_text := _run_path(str(_file))["sentence"]()):
+        raise ImportError(_text) from _error
+    raise
+from pynccl.bindings.listing import public_dir as _public_dir
+from pynccl.bindings.torch_names import FUNCTIONS as _FUNCTIONS, no_attribute as _no_attribute
 
 from . import nn, operators, overlap, partition, plans, rng, testing
 from .checks import anchor
@@ -182,6 +196,9 @@ __all__ = [
     "zero_volume_tensor",
 ]
 
+__dir__ = _public_dir(globals())
 
-def __dir__() -> list[str]:
-    return _public_names(__all__, globals())
+if not _TYPE_CHECKING:  # a type checker would accept every name
+
+    def __getattr__(name: str) -> object:
+        raise _no_attribute(_sys.modules[__name__], name, _FUNCTIONS, _Communicator)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from pynccl import Communicator, RedOp
+from pynccl.bindings.torch_names import PAGE, operator_hint
 from pynccl.bindings.values import as_int as plain_int, attribute, instance, shown
 
 from .torch_internals import dispatch_modes, is_traced, is_zero_tensor, transforms_active
@@ -40,6 +41,7 @@ _INSTEAD = {
     "list": f"its tensors one by one; {_TAKE_LISTS}",
     "tuple": f"its tensors one by one; {_TAKE_LISTS}",
     "ProcessGroup": "pynccl.Communicator.from_process_group(group)",
+    "Tensor": "the communicator; the output is the result, not an argument",
     "NoneType": "pynccl.init()",
     "Proxy": "a tensor to torch.fx.experimental.proxy_tensor.make_fx or torch.export, which trace with tensors",
 }
@@ -210,9 +212,10 @@ def check_op(operation: str, op: Any, allowed: tuple[str, ...] = SUM_OPS) -> Any
         return op
     name = op.name.lower() if isinstance(op, RedOp) else op
     if not isinstance(name, str) or name not in allowed:
-        scaled = attribute(op, "code") is not None and "max" in allowed
-        premul = "; for a pre-multiplied sum pass ad.PreMul(scale)" if scaled else ""
-        raise ValueError(f"{operation}: op is {shown(op)}, expected {_any_of(allowed)}{premul}")
+        scaled = attribute(op, "code") is not None or "PREMUL" in str(attribute(op, "op"))
+        premul = "; for a pre-multiplied sum pass ad.PreMul(scale)" if scaled and "max" in allowed else ""
+        hint = premul or operator_hint(op, allowed)
+        raise ValueError(f"{operation}: op is {shown(op)}, expected {_any_of(allowed)}{hint}")
     return name
 
 
@@ -238,6 +241,12 @@ def require_grad_keyword(function: Callable[P, R]) -> Callable[P, R]:
         return function(*args, **kwargs)
 
     return wrapper
+
+
+def raise_async_op(operation: str) -> None:
+    raise TypeError(
+        f"{operation}: async_op is not an argument; pass ad.{operation} to ad.start, which returns a Work; {PAGE}"
+    )
 
 
 def check_device(name: str, device: Any) -> None:

@@ -27,7 +27,7 @@ from pynccl.comm.base import by_key
 from pynccl.watch.frames import attribute_calls, call_site
 
 from .agreement import check_not_in_group
-from .arguments import check_comm, check_memory
+from .arguments import check_comm, check_memory, raise_async_op
 from .checks import compare_backward, number_call
 from .compiled import forward_call
 from .recompute import save_token
@@ -269,6 +269,8 @@ def operation(plan: Callable[P, Any]) -> Callable[P, Tensor]:
 
     @functools.wraps(plan)
     def run_now(*args: P.args, **kwargs: P.kwargs) -> Tensor:
+        if "async_op" in kwargs:
+            raise_async_op(plan.__name__)
         comm, (function, x, params) = plan(*args, **kwargs)
         return run(comm, function, x, *params)
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from pynccl import Communicator
+from pynccl.bindings.listing import public_dir
 from pynccl.bindings.values import attribute, instance
 
 from .arguments import (
@@ -42,6 +43,24 @@ from .overlap.functions import all_gather_matmul, matmul_all_reduce, matmul_redu
 from .overlap.keys import Overlap, as_config
 from .torch_internals import is_hooked
 from .wire import Dtype, Splits
+
+__all__ = [
+    "AllGather",
+    "AllReduce",
+    "AllToAll",
+    "Broadcast",
+    "Copy",
+    "Gather",
+    "HaloExchange",
+    "Operation",
+    "Permute",
+    "Reduce",
+    "ReduceScatter",
+    "Scatter",
+    "Sequential",
+    "Split",
+]
+__dir__ = public_dir(globals())
 
 
 class Operation(torch.nn.Module):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from pynccl import Communicator
+from pynccl.bindings.listing import public_dir
 
 from .agreement import check_not_in_group
 from .collective import Collective, communicator, key_of
@@ -29,6 +30,9 @@ from .ops.permute import Permute
 from .ops.rooted import AtRoot, Broadcast, Gather, Reduce, Scatter
 from .recompute import save_token
 from .torch_internals import detect_fake_mode, forward_mode_is_on, in_forward_mode
+
+__all__ = ["FUNCTIONS"]
+__dir__ = public_dir(globals())
 
 FUNCTIONS: tuple[type[Collective], ...] = (
     AllReduce,

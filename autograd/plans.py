@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["bert", "gpt2", "llama"]
+from pynccl.bindings.listing import public_dir
+
+__all__ = ["Plan", "bert", "gpt2", "llama"]
+__dir__ = public_dir(globals())
 
 Plan = dict[str, Any]
 

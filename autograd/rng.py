@@ -25,10 +25,14 @@ import torch
 from torch import Tensor
 
 from pynccl import Communicator
+from pynccl.bindings.listing import public_dir
 from pynccl.bindings.values import instance, shown
 
 from .agreement import check_not_in_group, difference, gathered
 from .arguments import as_int, check_comm
+
+__all__ = ["check_equal_states", "get_state", "replicated", "seed", "set_state", "sharded"]
+__dir__ = public_dir(globals())
 
 _seeded: weakref.WeakSet[Communicator] = weakref.WeakSet()
 _blocks = threading.local()

@@ -21,6 +21,9 @@ errors             NcclError; NcclInvalidArgument, NcclInvalidUsage, NcclTimeout
                    NcclSystemError, NcclInternalError, NcclUnhandledCudaError, NcclLibraryNotFound, NcclVersionError
 """
 
+import sys as _sys
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
 from .bindings.abi import DataType, RedOp, Result, UniqueId
 from .bindings.errors import (
     NcclError,
@@ -36,8 +39,9 @@ from .bindings.errors import (
     NcclVersionError,
 )
 from .bindings.library import Library, load
-from .bindings.listing import public_names as _public_names
+from .bindings.listing import public_dir as _public_dir
 from .bindings.structs import CollConfig, CommConfig
+from .bindings.torch_names import no_attribute as _no_attribute
 from .bootstrap import from_env as init, from_file, from_store
 from .comm.communicator import Communicator, init_all
 from .comm.finalize import abort
@@ -100,9 +104,12 @@ __all__ = [
     "simulate",
 ]
 
+__dir__ = _public_dir(globals())
 
-def __dir__() -> list[str]:
-    return _public_names(__all__, globals())
+if not _TYPE_CHECKING:  # a type checker would accept every name
+
+    def __getattr__(name: str) -> object:
+        raise _no_attribute(_sys.modules[__name__], name, methods=Communicator)
 
 
 # Tracebacks, reprs and pickles show the public import path of a class.

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import sys
 
-from . import __version__
+try:
+    from . import __version__
+except ImportError as error:  # another project has replaced or deleted __init__.py
+    from .bindings.installed import sentence
+
+    sys.exit(f"python -m pynccl: error: {sentence() or error}")
 from .bindings.library import load
 from .bindings.values import did_you_mean
 from .tools import command, doctor, explain, hang, perf

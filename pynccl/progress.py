@@ -19,6 +19,11 @@ import threading
 from collections.abc import Iterable, Iterator, Sized
 from typing import IO, Any, TypeVar
 
+from .bindings.listing import public_dir
+
+__all__ = ["Bar", "over", "shown"]
+__dir__ = public_dir(globals())
+
 T = TypeVar("T")
 _bars: list[Any] | None = None  # the tqdm bars; None outside `shown`
 

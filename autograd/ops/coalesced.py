@@ -19,6 +19,7 @@ from pynccl import Communicator
 from pynccl.watch.frames import attribute_calls
 
 from ..agreement import check_not_in_group
+from ..arguments import raise_async_op
 from ..collective import (
     Collective,
     CollectiveCall,
@@ -48,6 +49,8 @@ def operation_of_lists(plan: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(operation(plan))
     def run_now(x: Any, *args: Any, **kwargs: Any) -> Any:
+        if "async_op" in kwargs:
+            raise_async_op(plan.__name__)
         if not isinstance(x, (list, tuple)):
             comm, (function, x, params) = plan(x, *args, **kwargs)
             return run(comm, function, x, *params)

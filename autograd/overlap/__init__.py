@@ -1,5 +1,7 @@
 """Linear layers fused with the collective before or after them: computation and communication overlap."""
 
+from pynccl.bindings.listing import public_dir
+
 from .choose import decisions, retry
 from .config import OverlapConfig
 from .functions import all_gather_matmul, copy_matmul, matmul_all_reduce, matmul_reduce_scatter
@@ -29,3 +31,5 @@ __all__ = [
     "retry",
     "save",
 ]
+
+__dir__ = public_dir(globals())

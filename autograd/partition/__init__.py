@@ -8,6 +8,8 @@ these modules in the same order, and run the backward pass (see ops/__init__.py;
 The modules follow DistDL's layers of the same names. Their backward passes are the adjoints (grad="sum").
 """
 
+from pynccl.bindings.listing import public_dir
+
 from .cartesian import CartesianPartition, Partition
 from .modules import AllSumReduce, Broadcast, Repartition, SumReduce, zero_volume_tensor
 
@@ -20,3 +22,5 @@ __all__ = [
     "SumReduce",
     "zero_volume_tensor",
 ]
+
+__dir__ = public_dir(globals())

@@ -1,6 +1,8 @@
 """Tests for distributed functions: check_adjoint for linear functions, check_gradients for any function, check_model
 for a sharded model compared with the unsharded one."""
 
+from pynccl.bindings.listing import public_dir
+
 from .adjoint import TOLERANCE, AdjointError, check_adjoint
 from .check_model import check_model
 from .gradients import GradientError, check_gradients
@@ -17,3 +19,5 @@ __all__ = [
     "check_gradients",
     "check_model",
 ]
+
+__dir__ = public_dir(globals())

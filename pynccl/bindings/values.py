@@ -44,13 +44,19 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def did_you_mean(text: str, names: Collection[str]) -> str:
-    """Return "did you mean NAME?" with the closest of `names`, ignoring case, "_" and "-"; "" if none is close."""
+def closest(text: str, names: Collection[str]) -> str:
+    """Return the closest of `names`, ignoring case, "_" and "-"; "" if none is close."""
     import difflib  # only for messages
 
     by_letters = {name.replace("_", "").lower(): name for name in names}
     found = difflib.get_close_matches(re.sub("[_-]", "", text.lower()), by_letters, n=1)
-    return f"did you mean {by_letters[found[0]]}?" if found else ""
+    return by_letters[found[0]] if found else ""
+
+
+def did_you_mean(text: str, names: Collection[str]) -> str:
+    """Return "did you mean NAME?" with the closest of `names`; "" if none is close."""
+    found = closest(text, names)
+    return f"did you mean {found}?" if found else ""
 
 
 def attribute(value: Any, name: str, default: Any = None) -> Any:

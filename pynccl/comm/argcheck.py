@@ -56,18 +56,24 @@ def check_buffers(
         return send_ptr, send_ptr, count, dtype, recv, raw_stream
     divisor = shrink * blocks
     if divisor > 1 and count % divisor:
-        raise ValueError(f"{operation}: send has {count} elements, not divisible by {divisor} ranks; pad it")
+        raise ValueError(
+            f"{operation}: send has {count} elements, not divisible by {divisor} ranks; "
+            + ("pad it" if blocks > 1 or count_of(recv) != count * shrink else swapped(operation))
+        )
     if recv is None:
         recv = _allocate(operation, adapter(send), send, grow, shrink)
-    recv_ptr = check_recv(comm, operation, recv, count * grow // shrink, dtype, count)
+    recv_ptr = check_recv(comm, operation, recv, count * grow // shrink, dtype, count, grow, shrink)
     nbytes = count * ITEMSIZE[dtype]
     if send_ptr < recv_ptr + nbytes * grow // shrink and recv_ptr < send_ptr + nbytes:
         _check_overlap(comm, operation, send_ptr, recv_ptr, nbytes, grow, shrink, blocks)
     return send_ptr, recv_ptr, count, dtype, recv, raw_stream
 
 
-def check_recv(comm: Comm, operation: str, recv: Any, expected: int, dtype: int, count: int) -> int:
-    """Check that recv holds `expected` elements of `dtype` and return its address. count: of send, for messages"""
+def check_recv(
+    comm: Comm, operation: str, recv: Any, expected: int, dtype: int, count: int, grow: int = 1, shrink: int = 1
+) -> int:
+    """Check that recv holds `expected` elements of `dtype` and return its address. The rest is for messages: the count
+    of send, and that recv has grow/shrink times as many."""
     kind = adapters.get(type(recv)) or adapter(recv, operation, "recv")
     try:
         recv_ptr, found, recv_dtype, device = kind.describe(recv)
@@ -82,6 +88,7 @@ def check_recv(comm: Comm, operation: str, recv: Any, expected: int, dtype: int,
         raise ValueError(
             f"{operation}: recv has {counted(found, 'element')}, expected {expected} for send of {count} on "
             f"{counted(comm.size, 'rank')}"
+            + (f"; {swapped(operation)}" if grow != shrink and found * grow == count * shrink else "")
         )
     if recv_dtype != dtype:
         names = (DataType(code).name.lower() for code in (dtype, recv_dtype))
@@ -90,6 +97,19 @@ def check_recv(comm: Comm, operation: str, recv: Any, expected: int, dtype: int,
 
 
 # Slow paths: allocation, and the error messages
+
+
+def swapped(operation: str) -> str:
+    """Return the end of an error about sizes that would fit the other way round."""
+    return f"send and recv seem swapped: {operation}(send, recv) takes the input first"
+
+
+def count_of(recv: Any) -> int:
+    """Return the number of elements of recv; -1 if it is no buffer."""
+    try:
+        return adapter(recv).describe(recv)[1]
+    except Exception:  # raised by the user's object
+        return -1
 
 
 def _allocate(operation: str, kind: Adapter, send: Any, grow: int, shrink: int) -> Any:

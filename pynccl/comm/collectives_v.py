@@ -13,7 +13,7 @@ from typing import Any
 from ..bindings.abi import ITEMSIZE, DataType
 from ..bindings.values import integers, ordered, shown
 from ..interop.buffers import Buffer, adapter
-from .argcheck import check_buffer, check_rank, check_recv, check_writable
+from .argcheck import check_buffer, check_rank, check_recv, check_writable, count_of, swapped
 from .base import Comm
 from .enqueue import enqueue, enqueue_p2p
 from .groups import group
@@ -194,7 +194,8 @@ def _check_buffers_v(
     """Check buffers of `sent` and `received` elements; return (send pointer, recv pointer, data type, recv, stream)."""
     send_ptr, count, dtype, stream = check_buffer(comm, operation, "send", send, stream)
     if count != sent:
-        raise ValueError(f"{operation}: send has {count} elements, expected {sent} by the counts")
+        hint = f"; {swapped(operation)}" if count == received and count_of(recv) == sent else ""
+        raise ValueError(f"{operation}: send has {count} elements, expected {sent} by the counts{hint}")
     if recv is None:
         recv = adapter(send).empty(send, (received,))
     recv_ptr = check_recv(comm, operation, recv, received, dtype, sent)

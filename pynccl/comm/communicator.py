@@ -5,12 +5,13 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from types import FunctionType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..bindings.abi import DataType, MemStat, RedOp, Result, UniqueId
 from ..bindings.library import Library, chosen, gpu_count
 from ..bindings.resource import destructor
 from ..bindings.structs import CommConfig
+from ..bindings.torch_names import no_attribute
 from ..bindings.values import counted, integer, seconds, shown
 from ..interop.devices import device_ordinal
 from ..watch import watchdog
@@ -383,6 +384,11 @@ class Communicator(Comm):
         You can call it from any thread. To abort several communicators of one process, use `pynccl.abort(comms)`; its
         documentation also covers CUDA graphs."""
         shutdown.abort([self])
+
+    if not TYPE_CHECKING:  # a type checker would accept every name
+
+        def __getattr__(self, name: str) -> Any:
+            raise no_attribute(self, name)
 
     def __enter__(self: Self) -> Self:
         return self

@@ -159,8 +159,11 @@ class Planner(Shared):
         # Only these names: to record a method means to run it, and comm.plan.destroy() would destroy the communicator.
         if operation not in _OPERATIONS:
             hint = did_you_mean(operation, _OPERATIONS) or "use all_reduce, send, ..."
-            raise AttributeError(f"comm.plan has no operation {operation!r}; {hint}")
+            raise AttributeError(f"comm.plan has no operation {operation!r}; {hint}", name=operation, obj=None)
         return partial(_record, getattr(self._comm, operation))
+
+    def __dir__(self) -> list[str]:
+        return [*_OPERATIONS, "group"]
 
     def group(self, plans: Iterable[Plan]) -> Plan:
         """Combine plans into one plan that launches them as one NCCL group. They can be of several communicators.

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from ..bindings.abi import ELEMENTS, DataType, RedOp, ScalarResidence
 from ..bindings.resource import Resource, Shared, destructor
+from ..bindings.torch_names import operator_hint
 from ..bindings.values import shown
 from ..interop.buffers import CPU, TORCH, adapter, data_type, device_name
 from ..interop.tensors import check_not_in_graph
@@ -27,9 +28,10 @@ def op_code(op: Any, comm: Comm, operation: str, dtype: int) -> int:
         return op.code_for(comm, operation, dtype)
     if type(op) in (str, RedOp, int) and (code := _OPS.get(op)) is not None:  # by type: True == 1 must not pass
         return _OPS["sum"] if comm.size == 1 and code == RedOp.AVG else code  # NCCL has no float8 "avg" of one rank
+    names = [each.name.lower() for each in RedOp]
     raise ValueError(
-        f"{operation}: op is {shown(op)}, expected one of {', '.join(repr(o.name.lower()) for o in RedOp)}, "
-        "a pynccl.RedOp, or comm.pre_mul_sum(scalar, dtype)"
+        f"{operation}: op is {shown(op)}, expected one of {', '.join(map(repr, names))}, "
+        f"a pynccl.RedOp, or comm.pre_mul_sum(scalar, dtype){operator_hint(op, names)}"
     )
 
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..bindings.abi import RedOp, UniqueId
+from ..bindings.listing import public_dir
 from ..bindings.structs import CommConfig, struct_of
 from . import vllm, wrapper
 from .stateless import StatelessProcessGroup
@@ -29,8 +30,8 @@ from .wrapper import (
 )
 
 __all__ = [
-    "PyNcclCommunicator",
     "NCCLLibrary",
+    "PyNcclCommunicator",
     "StatelessProcessGroup",
     "buffer_type",
     "cudaStream_t",
@@ -39,6 +40,7 @@ __all__ = [
     "ncclRedOpTypeEnum",
     "ncclUniqueId",
 ]
+__dir__ = public_dir(globals())
 
 
 class NCCLLibrary(wrapper.NCCLLibrary):

@@ -19,6 +19,7 @@ from typing import Any
 
 from ..bindings.abi import RedOp
 from ..bindings.errors import NcclError, NcclInvalidUsage
+from ..bindings.listing import public_dir
 from ..bindings.structs import CommConfig
 from ..bindings.values import integers
 from ..comm.base import DEFAULT_TIMEOUT
@@ -44,21 +45,22 @@ from .wrapper import (
 )
 
 __all__ = [
-    "PyNcclCommunicator",
-    "StatelessProcessGroup",
     "NCCL_UNIQUE_ID_BYTES",
     "NCCLLibrary",
+    "PyNcclCommunicator",
+    "StatelessProcessGroup",
     "buffer_type",
     "cudaStream_t",
     "ncclComm_t",
-    "ncclDataType_t",
     "ncclDataTypeEnum",
-    "ncclRedOp_t",
+    "ncclDataType_t",
     "ncclRedOpTypeEnum",
+    "ncclRedOp_t",
     "ncclResult_t",
     "ncclUniqueId",
     "ncclWindow_t",
 ]
+__dir__ = public_dir(globals())
 
 INIT_SECONDS = 1800.0  # wait for the other ranks, as long as torch's process groups; vLLM has no timeout
 _ABORT_SECONDS = 5.0

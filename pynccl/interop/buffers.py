@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ..bindings.abi import ELEMENTS, ITEMSIZE, DataType, RedOp
+from ..bindings.torch_names import PAGE, is_operator, operator_hint
 from ..bindings.values import SIZE_MAX, attribute, integer, shown, type_of
 from . import dlpack
 from .handles import handle_of, of_torch, vouched
@@ -265,6 +266,8 @@ class _Raw(Adapter):
             dtype = data_type(x[2])
             if x[0] + x[1] * ITEMSIZE[dtype] <= SIZE_MAX:
                 return x[0], x[1], int(dtype), ANY_DEVICE
+        if x and hasattr(type(x[-1]), "data_ptr"):
+            raise TypeError(f"got a tuple of tensors{_list_hint('gather')}")
         if len(x) != 3 or any(isinstance(n, bool) or not hasattr(type(n), "__index__") or n < 0 for n in x[:2]):
             raise TypeError(f"a raw buffer is (pointer, count in elements, dtype); got {shown(x)}")
         dtype = data_type(x[2])
@@ -294,13 +297,23 @@ def adapter(x: Any, operation: str = "", role: str = "") -> Adapter:
         try:
             found = adapters[type(x)] = _choose(x)
         except TypeError as error:
-            hint = _recv_hint(operation, x) if role == "recv" else ""
+            hint = _list_hint(operation) if isinstance(x, list) else _recv_hint(operation, x) if role == "recv" else ""
             raise TypeError(f"{operation}: {role} {error}{hint}" if operation else f"buffer {error}") from None
     return found
 
 
+def _list_hint(operation: str) -> str:
+    """Return what to pass instead of a list of buffers."""
+    if any(word in operation for word in ("gather", "scatter", "to_all")):
+        how = "torch.cat(list) makes it, chunk() returns its parts"
+        return f"; pass one tensor with the blocks of all ranks, send before recv: {how}; {PAGE}"
+    return "; for several buffers, one call each in a `with pynccl.group():`"
+
+
 def _recv_hint(operation: str, x: Any) -> str:
     """Return a hint if op or root was passed in recv's position. Other objects are not inspected: they may raise."""
+    if is_operator(x) and operation in _TAKES_KEYWORD["op"]:
+        return f"; op comes after recv, or by keyword{operator_hint(x, [op.name.lower() for op in RedOp])}"
     if type(x) is int:
         name, value = "root", str(x)
     elif type(x) is str or isinstance(x, RedOp):
@@ -326,7 +339,6 @@ def _choose(x: Any) -> Adapter:
     raise TypeError(
         f"is {type_of(x)}, expected a torch tensor, a NumPy or CuPy array, an object with "
         "__cuda_array_interface__ or __dlpack__, or (pointer, count, dtype)"
-        + ("; for several buffers, one call each in a `with pynccl.group():`" if isinstance(x, list) else "")
     )
 
 

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ..bindings.library import host_module
+from ..bindings.listing import public_dir
 from ..bootstrap import stores
 from ..bootstrap.env import agent_serves
 from ..comm.communicator import Communicator
@@ -27,6 +28,8 @@ from . import c10d
 from .backend import PyncclBackend
 
 __all__ = ["PyncclBackend", "register"]
+
+__dir__ = public_dir(globals())
 
 
 def _make(opts: Any, backend_options: Any = None) -> PyncclBackend:

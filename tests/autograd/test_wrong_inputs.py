@@ -8,6 +8,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import RankPool
 
 import pynccl
@@ -123,6 +124,7 @@ def check_swapped_arguments(comm: Communicator) -> None:
     row, linear = any_of.RowParallelLinear(4, 4, comm), torch.nn.Linear(4, 4)
     freed = torch.ones(4, 4)
     freed.untyped_storage().resize_(0)
+    premul = cast(Any, dist)._make_nccl_premul_sum(2.0)
     cases: list[tuple[Any, str]] = [
         (lambda: any_of.matmul_all_reduce(comm, x, x), "matmul_all_reduce: x and comm are swapped"),
         (lambda: any_of.start(ad.all_gather, comm, x, grad="sum"), "all_gather: x and comm are swapped"),
@@ -169,6 +171,22 @@ def check_swapped_arguments(comm: Communicator) -> None:
         (lambda: check(torch.clone, x.int(), comm), "check_adjoint: x is torch.int32"),
         (lambda: any_of.start(object(), x, comm), "is not a collective of pynccl_autograd; pass"),
         (lambda: any_of.all_reduce(x, comm, ad.PreMul([2.0]), grad="sum"), "the scale of PreMul"),
+        # As in a program of torch.distributed.
+        (lambda: any_of.all_reduce(x, comm, dist.ReduceOp.MAX, grad="sum"), "or 'prod'; pass op=\"max\""),
+        (lambda: any_of.all_reduce(x, comm, premul, grad="sum"), "for a pre-multiplied sum pass ad.PreMul(scale)"),
+        (lambda: any_of.nn.AllReduce(comm, grad="sum", op=dist.ReduceOp.BOR), "nn.AllReduce: op is <RedOpType.BOR"),
+        (lambda: any_of.nn.ReduceScatter(comm, op="average"), "nn.ReduceScatter: op is 'average', expected 'sum' or"),
+        (lambda: any_of.reduce_scatter(x, comm, op=dist.ReduceOp.AVG), "expected 'sum' or 'avg'; pass op=\"avg\""),
+        (
+            lambda: any_of.reduce(x, comm, 0, op="mean"),
+            "reduce: op is 'mean', expected 'sum' or 'avg'; pass op=\"avg\"",
+        ),
+        (
+            lambda: any_of.all_gather(x, x, grad="sum"),
+            "pass the communicator; the output is the result, not an argument",
+        ),
+        (lambda: any_of.all_gather(x, comm, async_op=True), "all_gather: async_op is not an argument; pass"),
+        (lambda: any_of.permute(x, comm, [], async_op=True), "pass ad.permute to ad.start, which returns a Wo"),
         (lambda: ad.halo_exchange(x, comm, 1, -1), "halo_exchange: halo is -1, expected widths >= 0"),
         (lambda: ad.halo_exchange(x, comm, 1, 3), "halo_exchange: halos (3, 3) need size 9 along dim 1 (the interior"),
         (lambda: ad.all_gather_matmul(x, w, comm, x[0]), "matmul: bias has shape (4,), expected (3,), the out "),

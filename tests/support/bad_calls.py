@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from pynccl import CollConfig, CommConfig, Communicator
 
@@ -36,6 +37,18 @@ class Hostile:
 
 READ_ONLY = np.zeros(4)
 READ_ONLY.flags.writeable = False
+
+REDUCE_OPS = [
+    (dist.ReduceOp.SUM, "sum"),
+    (dist.ReduceOp.PRODUCT, "prod"),
+    (dist.ReduceOp.MAX, "max"),
+    (dist.ReduceOp.MIN, "min"),
+    (dist.ReduceOp.AVG, "avg"),
+    (dist.ReduceOp(dist.ReduceOp.MAX), "max"),
+]
+MEANT = {"avg": "mean average AVG", "sum": "add SUM", "prod": "product mul", "max": "maximum amax", "min": "minimum"}
+WORDS = [*REDUCE_OPS, *((word, op) for op, words in MEANT.items() for word in words.split())]
+SWAPPED = "send and recv seem swapped"
 
 # Called on one rank of a communicator of four.
 BAD: list[Bad] = [
@@ -102,6 +115,65 @@ BAD: list[Bad] = [
         lambda c: c.all_gather_v(zeros(3), counts=[3]),
         "ValueError: counts is [3], expected 1 count per rank (4 in all), got 1",
     ),
+    *[(lambda c, word=word: c.all_reduce(zeros(4), op=word), f'ValueError: pass op="{op}"') for word, op in WORDS],
+    *[(lambda c, word=word: c.all_reduce(zeros(4), word), f'TypeError: pass op="{op}"') for word, op in REDUCE_OPS],
+    (lambda c: c.reduce(zeros(4), op=dist.ReduceOp.BAND), "ValueError: reduce: op … NCCL has no bitwise operators"),
+    (
+        lambda c: c.reduce_scatter(zeros(4), dist.ReduceOp.BXOR),
+        "TypeError: reduce_scatter: recv … no bitwise operators",
+    ),
+    (
+        lambda c: c.all_reduce(zeros(4), op=dist._make_nccl_premul_sum(2.0)),
+        "ValueError: comm.pre_mul_sum(scalar, dtype)",
+    ),
+    (lambda c: c.plan.reduce_scatter_v(zeros(4), op="mean", counts=[1] * 4), 'ValueError: pass op="avg"'),
+    *[
+        (call, f"ValueError: {SWAPPED}")
+        for call in (
+            lambda c: c.all_gather(zeros(16), zeros(4)),
+            lambda c: c.plan.all_gather(zeros(16), zeros(4)),
+            lambda c: c.reduce_scatter(zeros(4), zeros(16)),
+            lambda c: c.reduce_scatter(zeros(3), zeros(12)),
+            lambda c: c.gather(zeros(16), zeros(4), root=1),
+            lambda c: c.scatter(zeros(3), zeros(12), root=1),
+            lambda c: c.all_to_all_v(zeros(10), zeros(4), send_counts=[1] * 4, recv_counts=[1, 2, 3, 4]),
+            lambda c: c.all_gather_v(zeros(10), zeros(2), counts=[1, 2, 3, 4]),
+            lambda c: c.reduce_scatter_v(zeros(2), zeros(10), counts=[1, 2, 3, 4]),
+            lambda c: c.gather_v(zeros(10), zeros(2), root=1, counts=[1, 2, 3, 4]),
+            lambda c: c.scatter_v(zeros(2), zeros(10), root=1, counts=[1, 2, 3, 4]),
+        )
+    ],
+    *[
+        (call, f"ValueError: not {SWAPPED}")
+        for call in (
+            lambda c: c.all_gather(zeros(16), zeros(5)),
+            lambda c: c.reduce_scatter(zeros(3), zeros(13)),
+            lambda c: c.reduce_scatter(zeros(3)),
+            lambda c: c.all_to_all(zeros(3), zeros(12)),
+            lambda c: c.all_reduce(zeros(4), zeros(16)),
+            lambda c: c.all_gather_v(zeros(10), zeros(3), counts=[1, 2, 3, 4]),
+        )
+    ],
+    *[
+        (call, "TypeError: pass one tensor with the blocks of all ranks … docs/coming_from.md")
+        for call in (
+            lambda c: c.all_gather([zeros(4)] * 4, zeros(4)),
+            lambda c: c.all_gather(zeros(16).chunk(4), zeros(4)),
+            lambda c: c.reduce_scatter(zeros(4), [zeros(4)] * 4),
+            lambda c: c.all_to_all([zeros(4)] * 4, [zeros(4)] * 4),
+            lambda c: c.gather(zeros(4), [zeros(4)] * 4, root=1),
+            lambda c: c.scatter(zeros(4), [zeros(4)] * 4, root=1),
+            lambda c: c.all_gather_v([zeros(4)] * 4, counts=[4] * 4),
+        )
+    ],
+    (lambda c: c.all_gather_into_tensor, "AttributeError: use comm.all_gather(send, recv); see docs/coming_from.md"),  # type: ignore[attr-defined]
+    (
+        lambda c: c.isend,  # type: ignore[attr-defined]
+        "AttributeError: use comm.send and comm.recv in a `with pynccl.group():`; see docs/coming_from.md",
+    ),
+    (lambda c: c.get_rank, "AttributeError: 'Communicator' object has no attribute 'get_rank'; use comm.rank; see"),  # type: ignore[attr-defined]
+    (lambda c: c.no_such_name, "AttributeError: 'Communicator' object has no attribute 'no_such_name'"),  # type: ignore[attr-defined]
+    (lambda c: c.plan.all_to_all_single, "AttributeError: did you mean all_to_all?"),
     (lambda c: c.pre_mul_sum(0.5), "TypeError: pre_mul_sum: a Python number needs dtype="),
     (lambda c: c.pre_mul_sum(0.5, "int32"), "ValueError: pre_mul_sum: scalar 0.5 would become 0 as int32"),
     (lambda c: c.pre_mul_sum(2.0, "foo"), "TypeError: pre_mul_sum: dtype is 'foo', expected one of bfloat16"),
@@ -115,4 +187,5 @@ def check_raises(comm: Communicator, bad: Bad) -> None:
     error, _, words = expected.partition(": ")
     assert error in [kind.__name__ for kind in caught.type.__mro__], expected
     for part in words.split(" … "):
-        assert part in str(caught.value), expected
+        unwanted = part.removeprefix("not ")
+        assert (unwanted in str(caught.value)) is (unwanted == part), f"{expected}: {caught.value}"

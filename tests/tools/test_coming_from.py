@@ -9,6 +9,7 @@ import contextlib
 import re
 import warnings
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from torch import Tensor
 import pynccl
 import pynccl_autograd as ad
 from pynccl import Communicator
+from pynccl.bindings.torch_names import CALLS, FUNCTIONS
 
 PAGE = Path(__file__).parents[2] / "docs" / "coming_from.md"
 TEXT = PAGE.read_text()
@@ -90,6 +92,21 @@ def test_both_sides_of_the_torch_distributed_rows_are_equivalent(ranks: RankPool
     rows = table("torch.distributed")
     assert len(rows) > 18
     assert ranks.run(2, differences, str(tmp_path / "store"), rows) == [[], []]
+
+
+def test_what_has_no_name_here_gets_a_hint_whose_names_exist() -> None:
+    """Of torch.distributed's calls: those of a process group and those that make one, but not those that query it."""
+    public = dist.distributed_c10d.__all__
+    queries = ("get_", "is_", "supports_", "set_timeout", "record_", "new_subgroups_by_enumeration")
+    calls = {name for name in public if type(getattr(dist.distributed_c10d, name)) is FunctionType}
+    named = {name for name in calls if hasattr(Communicator, name)}
+    assert {name for name in calls - named - set(CALLS) if not name.startswith(queries)} == set()
+    owners = {"comm": Communicator, "ad": ad, "pynccl": pynccl}
+    for name, hint in {*CALLS.items(), *FUNCTIONS.items()}:
+        assert not (name in CALLS and hasattr(Communicator, name)), name
+        used = re.findall(r"\b(comm|ad|pynccl)\.(\w+)", hint)
+        instance = {("comm", "rank"), ("comm", "size")}
+        assert [pair for pair in used if pair not in instance and not hasattr(owners[pair[0]], pair[1])] == [], hint
 
 
 # ----------------------------------------------------------------------------------------------------- the gradients

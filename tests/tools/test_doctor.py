@@ -205,6 +205,104 @@ def test_missing_or_broken_torch_is_reported_for_the_host_library(tmp_path: Path
     assert "fix torch" in problem(found, "library-unusable")["fix"]
 
 
+OURS, OTHER = ("pynccl-autograd", "0.1.0"), ("pynccl", "0.1.2")
+SOURCE_URL = "file:///a/pynccl autograd.whl"
+
+
+def files_of_this_project() -> dict[str, bytes]:
+    packages = {"pynccl": ROOT / "pynccl", "pynccl_autograd": ROOT / "autograd"}
+    return {
+        f"{name}/{path.relative_to(folder)}": path.read_bytes()
+        for name, folder in packages.items()
+        for path in folder.rglob("*.py")
+    }
+
+
+def pip_install(site: Path, distribution: tuple[str, str], files: dict[str, bytes], **direct_url: Any) -> None:
+    """Write the files over those that are there, as pip does."""
+    name, version = distribution
+    info = f"{name.replace('-', '_')}-{version}.dist-info"
+    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n".encode()
+    added = {"METADATA": metadata, "INSTALLER": b"pip\n", "direct_url.json": json.dumps(direct_url).encode()}
+    files = files | {f"{info}/{path}": content for path, content in added.items()}
+    for path, content in files.items():
+        write_file(site / path, content)
+    write_file(site / info / "RECORD", "".join(f"{path},,\n" for path in (*files, f"{info}/RECORD")).encode())
+
+
+def pip_uninstall(site: Path, distribution: tuple[str, str]) -> None:
+    """Delete the files that it lists, whoever wrote them, as pip does."""
+    name, version = distribution
+    record = site / f"{name.replace('-', '_')}-{version}.dist-info" / "RECORD"
+    for line in record.read_text().splitlines():
+        (site / line.removesuffix(",,")).unlink(missing_ok=True)
+
+
+def last_line(site: Path, *command: str, packages: str = "") -> str:
+    """Return the last line on stderr of a Python that finds these packages only."""
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(site), packages])}
+    command = (sys.executable, "-S", *command)
+    done = subprocess.run(command, env=variables, cwd=site, capture_output=True, text=True, timeout=100, check=False)
+    return done.stderr.splitlines()[-1] if done.returncode else ""
+
+
+def test_another_project_named_pynccl_is_found_in_each_state_and_gets_the_pip_commands(tmp_path: Path) -> None:
+    """The states are those that pip leaves: both write pynccl/__init__.py, and each deletes it."""
+    site, ours = tmp_path / "site", files_of_this_project()
+    other = {"pynccl/__init__.py": b"from .api import Nccl", "pynccl/api.py": b"import no_numba"}
+    reinstall = f"{PIP} install --force-reinstall --no-deps {shlex.quote(SOURCE_URL)}"
+    both = f"{PIP} uninstall -y pynccl && {reinstall}"
+    start = "pynccl 0.1.2, another project on PyPI with a package of the same name, is installed"
+    over = f"{start} over pynccl-autograd 0.1.0; run {both}"
+    missing = "pynccl/__init__.py of pynccl-autograd 0.1.0 is missing: uninstalling pynccl, another project, deletes it"
+
+    pip_install(site, OURS, ours, url=SOURCE_URL)
+    pip_install(site, OTHER, other)
+    assert last_line(site, "-c", "import pynccl_autograd") == f"ImportError: {over}"
+    pip_install(site, OTHER, other | {"pynccl/api.py": b"Nccl = 1"})  # its own requirements are there
+    assert last_line(site, "-c", "import pynccl_autograd") == f"ImportError: {over}"
+    assert last_line(site, "-m", "pynccl", "doctor") == f"python -m pynccl: error: {over}"
+
+    pip_install(site, OURS, ours, url=SOURCE_URL)
+    found = problem(findings(site), "other-pynccl")
+    assert found["text"].startswith(f"{start} too: ") and found["is_command"] and found["fix"] == both
+
+    pip_uninstall(site, OTHER)
+    assert last_line(site, "-c", "import pynccl_autograd") == f"ImportError: {missing}; run {reinstall}"
+    assert last_line(site, "-m", "pynccl", "doctor") == f"python -m pynccl: error: {missing}; run {reinstall}"
+    pip_install(site, OURS, ours, url=SOURCE_URL)
+    assert "other-pynccl" not in codes(findings(site))
+    assert "No module named 'torch'" in last_line(site, "-c", "import pynccl_autograd")
+
+
+def test_another_project_named_pynccl_beside_an_editable_install_is_only_uninstalled(tmp_path: Path) -> None:
+    site, checkout = tmp_path / "site", tmp_path / "checkout"
+    for path, content in files_of_this_project().items():
+        write_file(checkout / path, content)
+    pip_install(site, OTHER, {"pynccl/__init__.py": b"import no_numba"})
+    text = last_line(site, "-c", "import pynccl_autograd", packages=str(checkout))
+    fix = f"; run {PIP} uninstall -y pynccl"  # ours is not installed, but on PYTHONPATH
+    assert text.endswith(f"is installed over pynccl-autograd{fix}")
+    pip_install(site, OURS, {}, url="file:///checkout", dir_info={"editable": True})
+    text = last_line(site, "-c", "import pynccl_autograd", packages=str(checkout))
+    assert text.endswith(f"is installed over pynccl-autograd 0.1.0{fix}")
+
+
+@pytest.mark.parametrize(
+    ("origin", "source"),
+    [
+        ({}, "pynccl-autograd==0.1.0"),
+        ({"url": "file:///checkout", "dir_info": {}}, "file:///checkout"),
+        ({"url": "https://host/x", "vcs_info": {"vcs": "git", "commit_id": "abc"}}, "git+https://host/x@abc"),
+    ],
+)
+def test_this_project_is_reinstalled_from_where_it_came(tmp_path: Path, origin: dict[str, Any], source: str) -> None:
+    pip_install(tmp_path, OURS, {}, **origin)
+    pip_install(tmp_path, OTHER, {})
+    fix = problem(findings(tmp_path), "other-pynccl")["fix"]
+    assert fix == f"{PIP} uninstall -y pynccl && {PIP} install --force-reinstall --no-deps {source}"
+
+
 @pytest.mark.parametrize("code", [0, 802])
 def test_a_driver_that_is_too_old_or_broken_is_reported(tmp_path: Path, code: int) -> None:
     """A stub driver of two GPUs, for CUDA 12.4, whose cuInit returns `code`."""

@@ -18,8 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 ORDER: dict[str, str] = {
     "pynccl": """
         admission chrome_trace
-        bindings.resource bindings.values bindings.workers bindings.abi bindings.errors bindings.share_gpu
-        bindings.library bindings.structs bindings.listing
+        bindings.installed bindings.resource bindings.values bindings.torch_names bindings.workers bindings.abi
+        bindings.errors bindings.share_gpu bindings.library bindings.structs bindings.listing
         interop.dlpack interop.tensors interop.handles interop.buffers interop.devices interop.events interop.keepalive
         interop.streams
         watch.layout watch.records watch.folder watch.frames watch.recorder

@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import pickle
+import pydoc
 import re
+import subprocess
+import sys
 import types
 from enum import Enum
 from pathlib import Path
@@ -127,3 +131,66 @@ def test_a_public_name_is_one_of_nccl_or_pytorch_or_in_the_glossary() -> None:
     errors = [name for name in unknown if not name.startswith("Nccl")]  # one line for all of them
     assert errors == []
     assert explained - {part for name in names for part in name} == set()
+
+
+PUBLIC_MODULES = {
+    "pynccl": "bootstrap compat.sglang compat.vllm progress torch_backend",
+    "pynccl_autograd": "nn operators overlap partition plans rng testing",
+}
+
+
+def public_modules() -> list[types.ModuleType]:
+    names = [f"{package}.{name}" for package, names in PUBLIC_MODULES.items() for name in names.split()]
+    return [pynccl, pynccl_autograd, *map(importlib.import_module, names)]
+
+
+def test_dir_help_and_star_imports_of_public_modules_have_the_public_names_only() -> None:
+    for module in public_modules():
+        version = ["__version__"] * hasattr(module, "__version__")
+        assert dir(module) == sorted([*module.__all__, *version]), module
+        own = {name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__}
+        private = {"pynccl.compat.vllm": {"memory"}, "pynccl.progress": {"T"}}.get(module.__name__, set())
+        assert {name for name in own if not name.startswith("_")} - private <= set(module.__all__), module
+        names: dict[str, Any] = {}
+        exec(f"from {module.__name__} import *", names)
+        assert set(module.__all__) <= set(names), module
+        text = pydoc.plain(pydoc.render_doc(module))
+        functions = [name for name in module.__all__ if inspect.isfunction(getattr(module, name))]
+        assert [name for name in functions if name not in text] == []
+        assert "check_comm" not in text.partition("FILE\n")[0].partition("\nDATA\n")[2]
+    assert "class ReduceScatter(" in pydoc.plain(pydoc.render_doc(pynccl_autograd.nn))
+
+
+# A wrong attribute -> the end of the line that Python prints if nobody catches the error.
+WRONG_ATTRIBUTES = {
+    "ad.all_reduc": "'pynccl_autograd' has no attribute 'all_reduc'. Did you mean: 'all_reduce'?",
+    "ad.rng.sed": "'pynccl_autograd.rng' has no attribute 'sed'. Did you mean: 'seed'?",
+    "pynccl.creat_stream": "'pynccl' has no attribute 'creat_stream'. Did you mean: 'create_stream'?",
+    "pynccl.progress.ovr": "'pynccl.progress' has no attribute 'ovr'. Did you mean: 'over'?",
+    "comm.allreduce": "'Communicator' object has no attribute 'allreduce'. Did you mean: 'all_reduce'?",
+    "pynccl.nothing": "module 'pynccl' has no attribute 'nothing'",
+    # One hint, also where a name of ours is close.
+    "comm.isend": "use comm.send and comm.recv in a `with pynccl.group():`; see docs/coming_from.md",
+    "comm.plan.isend": "comm.plan has no operation 'isend'; did you mean send?",
+    "pynccl.all_reduce": "use comm.all_reduce of a communicator, as pynccl.init() returns; see docs/coming_from.md",
+    "pynccl.init_process_group": "use comm = pynccl.init(); see docs/coming_from.md",
+    "ad.reduce_scatter_tensor": "use ad.reduce_scatter(x, comm); see docs/coming_from.md",
+    "ad.all_gather_v": "use splits= of ad.all_gather and ad.reduce_scatter; see docs/coming_from.md",
+    "ad.get_rank": "use comm.rank; see docs/coming_from.md",
+    "ad.barrier": "use comm.barrier of a communicator, as pynccl.init() returns; see docs/coming_from.md",
+}
+
+
+def test_a_wrong_attribute_gets_one_hint_when_python_prints_the_error() -> None:
+    """An interactive interpreter prints each error as a script does that ends by it: no Python code runs by then."""
+    lines = ["import pynccl, pynccl.progress, pynccl_autograd as ad", "comm, = pynccl.init_all(1)"]
+    for text in WRONG_ATTRIBUTES:
+        lines += [text, f"def function():\n    {text}\n", "function()"]
+    command, variables = [sys.executable, "-i", "-q"], {**os.environ, "PYNCCL_LIBRARY": "host"}
+    code = "\n".join([*lines, ""])
+    done = subprocess.run(command, input=code, env=variables, capture_output=True, text=True, timeout=100, check=False)
+    found = [line for line in done.stderr.splitlines() if line.startswith("AttributeError: ")]
+    expected = [hint for hint in WRONG_ATTRIBUTES.values() for _ in range(2)]
+    assert [line for line, hint in zip(found, expected, strict=True) if not line.endswith(hint)] == []
+    hints = ("Did you mean", "did you mean", "; use ")
+    assert [line for line in found if sum(map(line.count, hints)) > 1] == []

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 
 from ...bindings.errors import NcclInvalidUsage
+from ...bindings.installed import conflict, pip
 from ...bindings.values import did_you_mean
 from ...comm.base import check_enabled
 from .findings import Findings, Wheel
@@ -38,6 +37,7 @@ def problems(found: Findings) -> list[Problem]:
     wheels = list(_wheel_problems(found.wheels))
     wheel_fix = "fix the wheel named above, then run the doctor again" if wheels else ""
     return [
+        *_name_problems(),
         *wheels,
         *_torch_problems(found, wheel_fix),
         *_library_problems(found, wheel_fix),
@@ -47,15 +47,15 @@ def problems(found: Findings) -> list[Problem]:
     ]
 
 
-def _pip(action: str, installer: str = "pip") -> str:
-    """Return the pip command of this interpreter (the pip on PATH may differ), or uv's: its environments lack pip."""
-    python = shlex.quote(sys.executable)
-    return f"uv pip {action} --python {python}" if installer == "uv" else f"{python} -m pip {action}"
+def _name_problems() -> Iterator[Problem]:
+    """Report another project whose package has the name of this one."""
+    if found := conflict(works=True):
+        yield Problem("other-pynccl", *found, is_command=True)
 
 
 def _reinstall(wheel: Wheel) -> str:
     """Return the command that writes the wheel's files again and changes nothing else."""
-    return f"{_pip('install', wheel.installer)} --force-reinstall --no-deps {wheel.name}=={wheel.version}"
+    return f"{pip('install', wheel.installer)} --force-reinstall --no-deps {wheel.name}=={wheel.version}"
 
 
 def _wheel_problems(wheels: list[Wheel]) -> Iterator[Problem]:
@@ -83,8 +83,7 @@ def _collision(sharing: list[Wheel]) -> Problem:
         required = None
     name = required[0] if required else ""
     *others, kept = sorted(sharing, key=lambda wheel: (wheel.name == name, wheel.state == "intact", wheel.name))
-    yes = "" if kept.installer == "uv" else "-y "
-    fix = f"{_pip('uninstall', kept.installer)} {yes}{' '.join(wheel.name for wheel in others)} && {_reinstall(kept)}"
+    fix = f"{pip('uninstall', kept.installer)} {' '.join(wheel.name for wheel in others)} && {_reinstall(kept)}"
     return Problem("wheel-collision", text, fix, True)
 
 
@@ -97,11 +96,11 @@ def _torch_problems(found: Findings, wheel_fix: str) -> Iterator[Problem]:
         paths = [f"{name}={os.environ.get(name, '')}" for name in ("LD_PRELOAD", "LD_LIBRARY_PATH")]
         text += f". It loads an older libnccl than its own ({', '.join(paths)})"
         fix = "remove that libnccl from these variables, and import torch before anything that loads it; or "
-        yield Problem("torch-broken", text, fix + (wheel_fix or f"{_pip('install')} --force-reinstall torch"))
+        yield Problem("torch-broken", text, fix + (wheel_fix or f"{pip('install')} --force-reinstall torch"))
     elif wheel_fix:
         yield Problem("torch-broken", text, wheel_fix)
     else:
-        yield Problem("torch-broken", text, f"{_pip('install')} --force-reinstall torch", True)
+        yield Problem("torch-broken", text, f"{pip('install')} --force-reinstall torch", True)
 
 
 def _library_problems(found: Findings, wheel_fix: str) -> Iterator[Problem]:
@@ -114,9 +113,9 @@ def _library_problems(found: Findings, wheel_fix: str) -> Iterator[Problem]:
         fix = "set PYNCCL_LIBRARY to the path of a libnccl.so.2, to nccl or to host, or unset it"
     elif requested == "nccl":
         flavour = "cu12" if (found.driver["cuda"] or "").startswith("12.") else "cu13"
-        fix = wheel_fix or f"{_pip('install')} nvidia-nccl-{flavour}"
+        fix = wheel_fix or f"{pip('install')} nvidia-nccl-{flavour}"
     else:
-        fix = "fix torch, which the host library runs on" if found.torch else f"{_pip('install')} torch"
+        fix = "fix torch, which the host library runs on" if found.torch else f"{pip('install')} torch"
     yield Problem("library-unusable", text, fix, is_command=" install " in fix)
 
 
