@@ -124,7 +124,7 @@ def test_a_stopped_rank_is_named_and_the_job_continues_once_it_resumes(tmp_path:
     (_, text), (pid, _) = pool.run(2, stopped, str(tmp_path))
     assert len(list(folder.glob("*"))) == 2
     pool.close()
-    assert list(folder.iterdir()) == []
+    assert list(folder.glob("*.watch")) == []
     assert text.count(f"rank 1's process {pid} is stopped (SIGSTOP, or a debugger): kill -CONT {pid}") == 1
 
 
