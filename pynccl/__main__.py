@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 
 from . import __version__
 from .bindings.library import load
@@ -18,7 +19,8 @@ COMMANDS = {
 
 
 def usage() -> str:
-    rows = [f"  {name:<10}{purpose}" for name, (_, purpose) in COMMANDS.items()]
+    indent = {"subsequent_indent": " " * 12, "break_on_hyphens": False}
+    rows = [textwrap.fill(f"  {name:<10}{purpose}", 80, **indent) for name, (_, purpose) in COMMANDS.items()]
     return "\n".join(
         [
             "usage: python -m pynccl <command> [options]",
