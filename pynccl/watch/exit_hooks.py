@@ -196,7 +196,9 @@ def _remove() -> None:
     if any(record.state in (RUNNING, STOPPED) for record in others):
         return
     good = [record for record in others if record.ending == ProcessEnd.CLEAN]
-    if good:
+    failed = [record for record in others if record not in good]
+    uids = set[str]().union(*(record.uids() for record in good))
+    if good and not any(record.uids() & uids for record in failed):  # else the failure is what hang shows
         import json
 
         records = [to_json(record) for record in good]

@@ -199,9 +199,8 @@ def _left_processes(pids: list[int]) -> list[str]:
 
 
 def _left_files(program: Program, folder: Path, ended: RunResult) -> list[str]:
-    """Return unexpected files. Three kinds are left on purpose: the watch files of a process that exited uncleanly, what
-    remains known of the last job that exited cleanly, and the rendezvous file of ranks that failed during
-    initialization."""
+    """Return unexpected files. Three kinds are left on purpose: the watch files of a process that exited uncleanly, the
+    record of the last job that exited cleanly, and the rendezvous file of ranks that failed during initialization."""
     clean = all(rank.status == 0 for rank in ended.ranks)
     halfway = (program.fault.place in ("start", "init") or program.fault.name == "link-cut") and not clean
     left = [path for name in ("cwd", "tmp") for path in (folder / name).rglob("*")]

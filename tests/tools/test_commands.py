@@ -73,6 +73,8 @@ def test_help_has_exit_codes_and_examples_and_docs_commands_shows_one(help_texts
         flat = " ".join(out.split())
         for text in ("0 good", r"; 1 \w+", "2 .*options, files or settings that cannot work", "130 interrupted"):
             assert re.search(text, flat), (name, text)
+        if name in MODULES:
+            assert max(map(len, out.splitlines())) <= 80, name
         examples = example_lines(out)
         shown = name.split()[-1] if name in MODULES else name
         assert examples and all(shown in line for line in examples), name

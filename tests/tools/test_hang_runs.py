@@ -93,11 +93,6 @@ SHOWN: dict[str, tuple[list[ProcessRecord], str, int]] = {
         "c",
         1,
     ),
-    "one rank was killed, the other one went on": (
-        [*program("a", 1, DEAD, 90), *program("a", 2, DEAD, 30, rank=1, **CLEAN)],
-        "a",
-        1,
-    ),
 }
 
 

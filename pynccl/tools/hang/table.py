@@ -111,8 +111,6 @@ def _members(process: ProcessRecord) -> dict[int, list[CommRecord]]:
 def _row(process: ProcessRecord, rank: int, comms: Sequence[CommRecord], found: _Call | None) -> RankRow:
     over = bool(process.end) or process.state == DEAD
     row = RankRow([rank], [process], "ended" if over and process.state != DEAD else process.state)
-    if process.exited_cleanly:  # its record may have been removed, except for this
-        row.doing = "-"
     row.where, row.ago = _end(process) if over else _where(process, found and found[1])
     if found is not None:
         comm, call = found
