@@ -19,8 +19,8 @@ COMMANDS = {
 
 
 def usage() -> str:
-    indent = {"subsequent_indent": " " * 12, "break_on_hyphens": False}
-    rows = [textwrap.fill(f"  {name:<10}{purpose}", 80, **indent) for name, (_, purpose) in COMMANDS.items()]
+    wrapped = textwrap.TextWrapper(80, subsequent_indent=" " * 12, break_on_hyphens=False)
+    rows = [wrapped.fill(f"  {name:<10}{purpose}") for name, (_, purpose) in COMMANDS.items()]
     return "\n".join(
         [
             "usage: python -m pynccl <command> [options]",
