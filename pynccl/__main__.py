@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 
 try:
     from . import __version__
@@ -23,7 +24,8 @@ COMMANDS = {
 
 
 def usage() -> str:
-    rows = [f"  {name:<10}{purpose}" for name, (_, purpose) in COMMANDS.items()]
+    wrapped = textwrap.TextWrapper(80, subsequent_indent=" " * 12, break_on_hyphens=False)
+    rows = [wrapped.fill(f"  {name:<10}{purpose}") for name, (_, purpose) in COMMANDS.items()]
     return "\n".join(
         [
             "usage: python -m pynccl <command> [options]",

@@ -61,7 +61,7 @@ class Parser(argparse.ArgumentParser):
         if examples:
             epilog += f"\n\nexamples:\n{textwrap.indent(textwrap.dedent(examples).strip(), '  ')}"
         kind = argparse.RawDescriptionHelpFormatter
-        super().__init__(**{"formatter_class": kind, "epilog": epilog, "description": about.strip(), **options})
+        super().__init__(**{"formatter_class": kind, "epilog": epilog, "description": _wrapped(about), **options})
 
     def error(self, message: str) -> NoReturn:
         print_error(f"{self.prog}: error: {message}" + ("" if message.endswith("?") else "; --help shows the options"))
@@ -70,6 +70,14 @@ class Parser(argparse.ArgumentParser):
     def print_help(self, file: IO[str] | None = None) -> None:  # type: ignore[override]
         if rank() == 0:
             super().print_help(file)
+
+
+def _wrapped(text: str) -> str:
+    """Return text for a terminal of 80 columns; paragraphs with indented lines stay as they are."""
+    parts = text.strip().split("\n\n")
+    plain = ["\n " not in part and part[:1] != " " for part in parts]
+    filled = [textwrap.fill(part, 80, break_on_hyphens=False) for part in parts]
+    return "\n\n".join(new if fills else old for old, new, fills in zip(parts, filled, plain, strict=True))
 
 
 def integer(min_: int, max_: int = (1 << 31) - 1) -> Callable[[str], int]:

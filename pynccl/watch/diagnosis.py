@@ -86,7 +86,8 @@ def report(track: Track, answered: list[ProcessRecord] | None = None) -> str:
 
     text = about(found, track.uid, track.rank)
     for process in _running(here, found):
-        folder.leave_message(process.path, text)
+        if process.path != track.recorder.path:  # else this process prints it anyway
+            folder.leave_message(process.path, text)
     if answered is not None and exchange.unreachable:
         return f"{text}\nranks on other nodes could not be queried: {exchange.unreachable}"
     return text

@@ -24,7 +24,7 @@ from .formatting import at, clean
 from .frames import innermost_own, internal_files
 from .layout import ProcessEnd
 from .recorder import Ending
-from .records import RUNNING, STOPPED, ProcessRecord
+from .records import RUNNING, STOPPED, ProcessRecord, to_json
 
 _CATCHERS = ("multiprocessing.process", "torch.multiprocessing.spawn")
 _LINGER_SECONDS = 2.0  # for ranks on other nodes to notice a failure, find the culprit, and exit
@@ -195,5 +195,13 @@ def _remove() -> None:
         others = [record for record in known if record.job == me.job or record.uids() & me.uids()]
     if any(record.state in (RUNNING, STOPPED) for record in others):
         return
-    for path in (own.path, *(record.path for record in others if record.ending == ProcessEnd.CLEAN), *own.extra_files):
+    good = [record for record in others if record.ending == ProcessEnd.CLEAN]
+    failed = [record for record in others if record not in good]
+    uids = set[str]().union(*(record.uids() for record in good))
+    if good and not any(record.uids() & uids for record in failed):  # else the failure is what hang shows
+        import json
+
+        records = [to_json(record) for record in good]
+        folder.write_ended(os.path.dirname(own.path), json.dumps({"processes": records}))
+    for path in (own.path, *(record.path for record in good), *own.extra_files):
         folder.remove(path)

@@ -19,6 +19,7 @@ from .records import DEAD, RUNNING, STOPPED, UNKNOWN
 
 T = TypeVar("T")
 _MAX_KEPT_BYTES = 64 << 20  # of failed processes, newest first
+ENDED = ".ended"
 _SILENT_SECONDS = 60.0  # a process on another node that has not touched its file for this long counts as ended
 _LAUNCHERS = (  # their environment variables that identify a job
     *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID"),
@@ -89,14 +90,16 @@ def base() -> str:
     return settings().folder or os.path.join(temporary, f"pynccl-watch-{os.geteuid()}")
 
 
-def files(folder: str) -> list[str]:
-    """Return the recorder files in a folder that belong to this user or to the folder's owner."""
+def files(folder: str, suffix: str = SUFFIX) -> list[str]:
+    """Return the recorder files in a folder that belong to this user or to the folder's owner.
+
+    suffix  of their names; ENDED: the records of the last job that ended without an exception"""
     found = []
     with contextlib.suppress(OSError):
         owners = (os.geteuid(), os.stat(folder).st_uid)
         for entry in os.scandir(folder):
             with contextlib.suppress(OSError):  # removed meanwhile
-                if entry.name.endswith(SUFFIX) and entry.stat(follow_symlinks=False).st_uid in owners:
+                if entry.name.endswith(suffix) and entry.stat(follow_symlinks=False).st_uid in owners:
                     found.append(entry.path)
     return sorted(found)
 
@@ -220,6 +223,20 @@ def remove_old(folder: str) -> None:
         free_bytes -= nbytes
         if free_bytes < 0:
             remove(path)
+
+
+def write_ended(folder: str, text: str) -> None:
+    """Replace the records, as JSON, of this user's last job that ended without an exception. `hang` needs them to say
+    so after a good run, in place of showing the failure before it."""
+    path = os.path.join(folder, f"{os.geteuid()}{ENDED}")
+    part = f"{path}-{os.getpid()}"
+    try:
+        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(part, path)
+    except OSError:  # a full disk, a folder that is gone
+        with contextlib.suppress(OSError):
+            os.unlink(part)
 
 
 def remove(path: str) -> None:

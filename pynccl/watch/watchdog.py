@@ -22,6 +22,7 @@ from ..bindings.workers import NoAnswer, QueryWorker, WorkerCall
 from ..interop.devices import cuda_driver, on_device
 from ..interop.events import pooled, relaxed
 from . import frames, recorder
+from .formatting import at
 from .records import ProcessRecord
 from .track import Track
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:  # a single-node job does not import it
     from .cross_node import Exchange
 
 _JOIN_SECONDS = 0.5
+_ONE_THREAD_SECONDS = 2.0  # see Watchdog._note_one_thread
 ANSWER_SECONDS = 1.0  # timeout of CUDA calls, which take microseconds
 _CUDA_SILENT = "the CUDA driver does not answer: the launch queue is full or the device hangs"
 
@@ -77,6 +79,7 @@ class Watchdog:
         self._stop = threading.Event()
         self.polls = 0  # number of polls so far
         self._printed: set[str] = set()  # messages from other ranks already printed
+        self._noted = not self.settings.timeout  # whether `_note_one_thread` has printed, or must not
         self._running = WorkerCall(self._work, "watchdog", until_exit=True)
 
     def stop(self) -> None:
@@ -113,6 +116,8 @@ class Watchdog:
                 if overdue is None:
                     continue
                 runs, comm = time.monotonic() - overdue.since, track.comm()
+                if overdue.inside and runs > _ONE_THREAD_SECONDS and not self._noted:
+                    self._note_one_thread(track)
                 limit = comm._call_timeout if comm is not None else None
                 if limit is not None and runs > limit and state.ended < overdue.entry:
                     state.ended = state.reported = overdue.entry
@@ -123,6 +128,28 @@ class Watchdog:
                     state.reported = overdue.entry
                     found.append((overdue, self.settings.raises))
         return found
+
+    def _note_one_thread(self, track: Track) -> None:
+        """Print, once, what to type if the main thread waits in a call for other ranks whose calls it makes itself.
+
+        The program that needs it: a notebook with `a, b = pynccl.init_all(2)`, where a.all_reduce(x) never returns.
+        That no other thread will make the calls of `b` cannot be known, so this is a note and no error."""
+        ranks = [other for other in self.recorder.tracks if other.uid == track.uid]
+        threads = {other.thread for other in ranks} - {0}  # 0: no call yet
+        if len(ranks) < track.size or track.size == 1 or threads != {threading.main_thread().ident}:
+            return
+        self._noted = True
+        line = frames.place(frames.main_stack(frames.all_stacks())).partition(" ")[0]
+        _print(
+            [
+                f"pynccl: rank {track.rank} of {track.size} (comm {track.name!r}) waits{at(line)} for other ranks, "
+                "which are in this process too",
+                "if one thread makes the calls of all ranks, put them into one group:",
+                "    with pynccl.group():",
+                "        for comm, x in zip(comms, xs): comm.all_reduce(x)",
+                "barrier, split and pynccl_autograd need a thread for each rank, such as of a ThreadPoolExecutor",
+            ]
+        )
 
     def _poll_process(self) -> None:
         """Write the heartbeat, write the stacks if another process wants them, and print messages of other ranks."""

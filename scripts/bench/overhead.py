@@ -10,7 +10,8 @@ The cost of the flight recorder is the difference from a run with PYNCCL_WATCH=o
 
 --wrappers compares Python wrappers of NCCL instead, each through its own classes: this package, pynccl.compat.vllm,
 nccl4py if it can be imported, and with --vllm FOLDER, an unpacked wheel, vLLM:
-pip download --no-deps vllm==0.33.0 && unzip vllm-*.whl 'vllm/distributed/device_communicators/pynccl*' -d FOLDER
+
+    pip download --no-deps vllm==0.33.0 && unzip vllm-*.whl 'vllm/distributed/device_communicators/pynccl*' -d FOLDER
 
 examples:
   python scripts/bench/overhead.py --rounds 3 --calls 50 --markdown  # long

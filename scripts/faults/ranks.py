@@ -30,6 +30,8 @@ from typing import Any
 from faults.nodes import Nodes, enter_network
 from faults.programs import Program
 
+from pynccl.watch.folder import ENDED
+
 ROOT = Path(__file__).resolve().parents[2]
 PATHS = os.pathsep.join([str(ROOT), str(ROOT / "scripts")])
 WATCH_SECONDS = 2
@@ -197,14 +199,15 @@ def _left_processes(pids: list[int]) -> list[str]:
 
 
 def _left_files(program: Program, folder: Path, ended: RunResult) -> list[str]:
-    """Return unexpected files. Two kinds are left on purpose: the watch files of a process that exited uncleanly, and
-    the rendezvous file of ranks that failed during initialization."""
+    """Return unexpected files. Three kinds are left on purpose: the watch files of a process that exited uncleanly, the
+    record of the last job that exited cleanly, and the rendezvous file of ranks that failed during initialization."""
     clean = all(rank.status == 0 for rank in ended.ranks)
     halfway = (program.fault.place in ("start", "init") or program.fault.name == "link-cut") and not clean
     left = [path for name in ("cwd", "tmp") for path in (folder / name).rglob("*")]
     left = [path for path in left if not (halfway and path.name == "rendezvous")]
     if clean:
-        left += [path for path in (folder / "watch").rglob("*") if path.name not in ("a", "b")]
+        files = (path for path in (folder / "watch").rglob("*") if path.suffix != ENDED)
+        left += [path for path in files if path.name not in ("a", "b")]
     else:  # the exchange between the ranks of two nodes
         left = [path for path in left if not (path.name.startswith("rendezvous.") and path.suffix == ".watch")]
     return sorted(str(path.relative_to(folder)) for path in left)

@@ -83,6 +83,8 @@ def test_help_has_exit_codes_and_examples_and_docs_commands_shows_one(help_texts
         flat = " ".join(out.split())
         fails = re.search(r"0 good; 1 (\w.*?); 2 .*options, files or settings that cannot work; 130 interrupted", flat)
         assert fails, name
+        if name in MODULES:
+            assert max(map(len, out.splitlines())) <= 80, name
         examples = example_lines(out)
         shown = name.split()[-1] if name in MODULES else name
         assert examples and all(shown in line for line in examples), name

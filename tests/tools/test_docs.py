@@ -12,6 +12,7 @@ import shlex
 import socket
 import subprocess
 import sys
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,9 @@ PRINTS = {
 }
 
 
+ONE_PROCESS = ("elastic.md", "trace.md")  # they print in a program for one process
+
+
 def programs(page: Path) -> list[str]:
     """A block that imports pynccl begins a program, those that follow go on with it. Without those for a GPU only."""
     every: list[list[pages.Block]] = []
@@ -55,15 +59,17 @@ def programs(page: Path) -> list[str]:
     return [pages.program(page, one) for one in here]
 
 
-def run_page(comm: Communicator, name: str, folder: str, port: int) -> list[str]:
-    """What each program prints, run as torchrun would launch it; its pynccl.init() finds the ranks of `comm`."""
+def run_page(comm: Communicator, name: str, folder: str, port: int) -> tuple[list[str], list[str]]:
+    """What each program prints, and the warnings, run as torchrun would launch it; its pynccl.init() finds the ranks of
+    `comm`."""
     place = {"RANK": comm.rank, "LOCAL_RANK": comm.rank, "WORLD_SIZE": comm.size, "MASTER_PORT": port}
     said = []
-    with pytest.MonkeyPatch.context() as patch:
+    with warnings.catch_warnings(record=True) as warned, pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setenv("MASTER_ADDR", "127.0.0.1")
         for variable, value in place.items():
             patch.setenv(variable, str(value))
+        warnings.simplefilter("always")
         patch.setattr(pynccl, "init", partial(again, comm, f"{folder}/store"))
         for source in programs(Path(name)):
             names: dict[str, Any] = {"__name__": "__main__", "__file__": name}
@@ -74,7 +80,7 @@ def run_page(comm: Communicator, name: str, folder: str, port: int) -> list[str]
                     if dist.is_initialized():
                         dist.destroy_process_group()
             said.append(printed.getvalue())
-    return said
+    return said, [str(each.message) for each in warned if not issubclass(each.category, ResourceWarning)]
 
 
 def again(comm: Communicator, store: str, elastic: bool = False, **_: Any) -> Communicator:
@@ -96,7 +102,9 @@ def two_free_ports() -> int:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if programs(page)], ids=lambda page: page.stem)
 def test_python_runs_as_it_stands(ranks: RankPool, page: Path, tmp_path: Path) -> None:
-    said, _ = ranks.run(2, run_page, str(page), str(tmp_path), two_free_ports(), timeout=SECONDS)
+    """It prints on rank 0 alone, and gives no reason to warn."""
+    (said, *warned), (others, *_) = ranks.run(2, run_page, str(page), str(tmp_path), two_free_ports(), timeout=SECONDS)
+    assert warned == [[]] and (page.name in ONE_PROCESS or not any(others)), (warned, others)
     for printed, pattern in zip(said, PRINTS.get(page.name, [""] * len(said)), strict=True):
         assert re.search(pattern, printed.strip()), printed
 

@@ -129,7 +129,8 @@ def test_wheels_that_overwrote_each_other_are_identified_and_get_a_fix(tmp_path:
 
     done = doctor(site=tmp_path, PYNCCL_LIBRARY="nccl", COLUMNS="80")
     assert done.returncode == 1 and "nvidia-nccl-cu12 2.27.7: file replaced" in done.stdout
-    printed = done.stdout.partition("fix: ")[2].partition("\n\n")[0].replace("\\\n", "")  # joins lines like a shell
+    wheels = done.stdout.partition("problem 2 ")[2]  # the first one is that there is no GPU
+    printed = wheels.partition("fix: ")[2].partition("\n\n")[0].replace("\\\n", "")  # joins lines like a shell
     assert shlex.split(printed) == shlex.split(fix)
 
 
@@ -173,8 +174,27 @@ def test_a_file_that_is_not_libnccl_or_too_old_gets_advice(tmp_path: Path, name:
     assert found["library"]["path"] is None
     unusable = problem(found, "library-unusable")
     assert path in unusable["text"] and ("needs NCCL >= 2.18" in unusable["text"]) is (name == "old.so")
-    assert unusable["fix"] == "set PYNCCL_LIBRARY to the path of a libnccl.so.2, to nccl or to host, or unset it"
+    assert unusable["fix"] == "unset PYNCCL_LIBRARY, to use the host library on the CPU"
     assert "no-driver" not in codes(found)
+    assert problem(found, "library-unusable") == found["problems"][0] and unusable["text"].count(path) <= 2
+
+
+# PYNCCL_LIBRARY, without a GPU -> the first fix that is printed
+REQUESTS = {
+    "nccl": "unset PYNCCL_LIBRARY, to use the host library on the CPU",
+    "HOST": "set PYNCCL_LIBRARY=host",
+    "ncl": "unset PYNCCL_LIBRARY, to use the host library on the CPU",
+}
+
+
+@pytest.mark.parametrize("value", REQUESTS)
+def test_a_request_that_cannot_work_here_is_the_first_problem_and_has_one_fix(tmp_path: Path, value: str) -> None:
+    """Whatever else is wrong: no wheel, no torch; nothing is to be installed."""
+    printed = doctor(site=tmp_path, PYNCCL_LIBRARY=value).stdout
+    assert re.findall(r"problem \d +PYNCCL_LIBRARY=(\S+)", printed) == [value]
+    before, fixes = printed.partition("problem 1 ")[0], re.findall(r"fix: (.*)", printed)
+    assert fixes[0] == REQUESTS[value] and "nvidia-nccl-cu" not in "".join(fixes)
+    assert "install" not in before.replace("not installed", "").replace("is installed", "")
 
 
 def test_misspelt_and_invalid_variables_are_reported(tmp_path: Path) -> None:

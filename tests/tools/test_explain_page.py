@@ -141,6 +141,22 @@ def check_between(scene: dict[str, Any], flyer: dict[str, Any]) -> None:
     assert flyer["place"][2:] == pytest.approx(source["place"][2:], abs=0.5)
 
 
+def test_the_page_has_no_character_that_a_font_may_lack() -> None:
+    assert FILE.read_text(encoding="utf-8").isascii()
+
+
+@slow
+def test_buttons_have_icons(opened: Page) -> None:
+    """Whatever the fonts; that of the play button shows what it does."""
+    opened.click("#direction [data-value='forward']")  # plays
+    drawn = "document.querySelector('#play path').getAttribute('d')"
+    pause = opened.run(drawn)
+    opened.click("#play")
+    assert pause and opened.run(drawn) not in ("", pause)
+    for name in ("#play", "#back", "#next", ".between"):
+        assert min(opened.box(f"{name} path")[2:]) > 4, name
+
+
 @slow
 def test_dragging_the_slider_moves_the_elements_forward_and_back(opened: Page) -> None:
     half = slide(opened, 0.5)

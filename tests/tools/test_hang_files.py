@@ -103,7 +103,8 @@ def test_without_arguments_the_newest_running_job_is_chosen(
     assert run() == 1
     text = printed()[0]
     assert "alive: 4 processes" in text
-    assert "2 other jobs: --job ID; --list shows details\n    newest\n    old" in text
+    assert "2 other jobs; --job newest shows the first:\n" in text
+    assert [line.split()[0] for line in text.splitlines()[-2:]] == ["newest", "old"]
     assert run("--job", "newest") == 1  # both have ended
 
 

@@ -11,7 +11,8 @@ from hung_jobs import Printed, printed, run, save_records
 
 from pynccl.tools.hang.jobs import NothingFoundError, _chosen as chosen, group
 from pynccl.watch import folder
-from pynccl.watch.records import DEAD, RUNNING, UNKNOWN, CommRecord, ProcessRecord
+from pynccl.watch.layout import ProcessEnd
+from pynccl.watch.records import DEAD, RUNNING, UNKNOWN, CallRecord, CommRecord, ProcessRecord
 
 __all__ = ["printed"]
 
@@ -67,7 +68,58 @@ def test_the_list_has_a_row_for_each_run(tmp_path: Path, printed: Printed) -> No
     head, first, second = printed()[0].splitlines()
     assert head.split() == ["job", "state", "processes", "started", "program"]
     assert "1 running" in first and " s ago" in first and first.endswith("python a [2J.py")
-    assert second.startswith("job@1  seen 2 h 0 min ago") and second.endswith("python train.py --lr 3")
+    assert second.startswith("job@1  failed 2 h 0 min ago") and second.endswith("python train.py --lr 3")
+
+
+def program(name: str, pid: int, state: str, ended: float = 0.0, rank: int = 0, **more: Any) -> list[ProcessRecord]:
+    """Return one of two ranks of train_NAME.py, of a launch that torchrun named."""
+    now = time.time()
+    more |= {"job": f"{name * 8}-9b08-4e43-0-host-43307", "command": f"python train_{name}.py", "uid": name}
+    return [process(pid, rank, now - 600 + pid, now - ended if ended else 0.0, **{"state": state, **more})]
+
+
+CLEAN = {"ending": ProcessEnd.CLEAN}
+WAITS = CallRecord(5, 5, "all_reduce", state="inside", issued=time.time() - 60)
+HANGS = [CommRecord("c", "world", 0, 2, entered=5, calls=[WAITS])]
+# What there is -> the job that is shown, and the exit code
+SHOWN: dict[str, tuple[list[ProcessRecord], str, int]] = {
+    "a good run after a failed one": (program("a", 1, DEAD, 90) + program("b", 2, DEAD, 60, **CLEAN), "b", 0),
+    "a failed run after a good one": (program("a", 1, DEAD, 30) + program("b", 2, DEAD, 60, **CLEAN), "a", 1),
+    "it began later, and failed before": (program("a", 9, DEAD, 70) + program("b", 2, DEAD, 60, **CLEAN), "b", 0),
+    "a good run, and one that runs": (program("a", 1, RUNNING) + program("b", 2, DEAD, 60, **CLEAN), "a", 0),
+    "of two that run: the newer one": (program("a", 1, RUNNING) + program("b", 2, RUNNING), "b", 0),
+    "two that run, of which the older one hangs": (
+        program("b", 2, RUNNING) + program("c", 1, RUNNING, comms=HANGS, now=time.time() + 60),
+        "c",
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SHOWN)
+def test_the_job_that_is_shown_without_a_choice(case: str, tmp_path: Path, printed: Printed) -> None:
+    records, shown, code = SHOWN[case]
+    place = save_records(tmp_path / "a.json", records)
+    assert run(place) == code
+    text = printed()[0]
+    assert f"train_{shown}.py (" in text, text
+    for other in {record.job[0] for record in records} - {shown}:  # it can be chosen by what is printed
+        assert f"1 other job; --job {other * 8} shows it:" in text
+        assert f"    {other * 8}  " in text and f"python train_{other}.py" in text
+        run(place, "--job", other * 8)
+        assert f"train_{other}.py (" in printed()[0]
+    assert ("(2 ranks) ended without an exception" in text) == (code == 0 and "that run" not in case)
+
+
+def test_names_are_shortened_to_what_no_other_job_begins_with(tmp_path: Path, printed: Printed) -> None:
+    alike = [*program("a", 1, DEAD, 60), *program("b", 2, DEAD, 90)]
+    alike[1].job = alike[0].job.replace("host", "other")
+    place = save_records(tmp_path / "a.json", alike)
+    assert run(place, "--list") == 0
+    rows = printed()[0].splitlines()[1:]
+    assert [row.split()[0] for row in rows] == ["aaaaaaaa-9b08-4e43-0-h", "aaaaaaaa-9b08-4e43-0-o"]
+    assert run(place, "--job", "aaaaaaaa") == 2
+    assert "several jobs begin with this; expected one of" in printed()[1]
 
 
 def test_this_process_was_started_before_now() -> None:

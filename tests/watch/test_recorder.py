@@ -12,6 +12,7 @@ import pytest
 from forks import Forks
 
 from pynccl import NcclTimeout
+from pynccl.tools.hang import jobs
 from pynccl.watch import layout, recorder
 from pynccl.watch.layout import CommEnd
 from pynccl.watch.reader import BadRecord, read_file, read_folder
@@ -158,7 +159,9 @@ def test_the_record_remains_unless_the_process_exits_cleanly(tmp_path: Path) -> 
             (done,) = forks.run((str(program), end), 0, tmp_path, variables)
             found, problems = read_folder(str(folder))
             if how in ("clean", "off"):
-                assert done.code == 0 and list(folder.iterdir()) == [], (how, done)
+                left = [path.name for path in folder.iterdir()]  # hang says from it that the job has ended
+                assert done.code == 0 and left == ([f"{os.geteuid()}.ended"] if how == "clean" else []), (how, done)
+                assert all(job.exited and job.ranks == 1 for job in (jobs.read([str(folder)])[0] if left else []))
                 assert done.out.strip() == ("" if how == "clean" else "False []")
                 continue
             assert done.code and not problems, (how, done)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -122,7 +124,7 @@ def test_a_stopped_rank_is_named_and_the_job_continues_once_it_resumes(tmp_path:
     (_, text), (pid, _) = pool.run(2, stopped, str(tmp_path))
     assert len(list(folder.glob("*"))) == 2
     pool.close()
-    assert list(folder.iterdir()) == []
+    assert list(folder.glob("*.watch")) == []
     assert text.count(f"rank 1's process {pid} is stopped (SIGSTOP, or a debugger): kill -CONT {pid}") == 1
 
 
@@ -153,3 +155,41 @@ def test_the_blocked_call_raises_with_watch_action_raise(tmp_path: Path) -> None
     pool = RankPool({**HOST, **TIMEOUT, "PYNCCL_WATCH_ACTION": "raise"}, communicators=False)
     pool.run(1, raises, str(tmp_path))
     pool.close()
+
+
+# Several ranks in one thread
+
+_ONE_THREAD = """
+import threading, torch, pynccl
+from pynccl.watch import watchdog
+comms, x = pynccl.init_all(2), torch.ones(3)
+def note(): watchdog._watchdog._note_one_thread(comms[0]._track)
+threads = [threading.Thread(target=comm.all_reduce, args=(x,)) for comm in comms]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+note()
+with pynccl.group():
+    comms[1].all_reduce(x)
+    note()
+    comms[0].all_reduce(x)
+print("the threads of the ranks differed until here", flush=True)
+{call}
+"""
+
+
+@pytest.mark.parametrize("call", ["comms[0].all_reduce(x)", "comms[1].barrier()", "comms[0].split(0)"])
+def test_a_thread_that_waits_for_another_rank_of_its_own_is_told_of_groups(call: str, tmp_path: Path) -> None:
+    """Soon, and once; not if each rank has its thread."""
+    (program := tmp_path / "cell.py").write_text(_ONE_THREAD.format(call=call))
+    environment = {**os.environ, **HOST, "PYNCCL_WATCH_DIR": str(tmp_path / "watch"), "PYTHONUNBUFFERED": "1"}
+    options: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": environment}
+    with subprocess.Popen([sys.executable, str(program)], **options) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline().startswith("the threads")
+            line = len(program.read_text().splitlines())
+            who = f"rank {call[6]} of 2 (comm 'world') waits at cell.py:{line} for other ranks"
+            assert process.stdout.readline() == f"pynccl: {who}, which are in this process too\n"
+            assert "    with pynccl.group():" in [process.stdout.readline().rstrip()[2:] for _ in range(2)]
+        finally:
+            process.kill()

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from .findings import Findings, examine
-from .problems import Problem, problems
+from .problems import Problem, problems, reason_lines
 
 FAILED = "there is a problem"
 EXAMPLES = """
@@ -66,7 +66,7 @@ def _render(found: Findings, wrong: list[Problem]) -> str:
 def _library(library: dict[str, Any]) -> list[str]:
     because = f"chosen because: {library['because']}"
     if library["error"] is not None:
-        return ["none", *library["error"].splitlines(), because]
+        return ["none", *reason_lines(library["error"]), because]
     if library["is_host"]:
         return [f"the host library, on CPU memory, with the interface of NCCL {library['version']}", because]
     version = f"NCCL {library['version']}" + (f" for CUDA {library['cuda']}" if library["cuda"] else "")

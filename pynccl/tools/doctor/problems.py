@@ -33,11 +33,13 @@ class Problem:
 
 
 def problems(found: Findings) -> list[Problem]:
-    """Return the problems: wheels first, then torch, since these cause the others."""
+    """Return the problems: first PYNCCL_LIBRARY, if it cannot work here; then wheels and torch, since these cause the
+    others."""
     wheels = list(_wheel_problems(found.wheels))
     wheel_fix = "fix the wheel named above, then run the doctor again" if wheels else ""
     return [
         *_name_problems(),
+        *_request_problems(found),
         *wheels,
         *_torch_problems(found, wheel_fix),
         *_library_problems(found, wheel_fix),
@@ -103,15 +105,43 @@ def _torch_problems(found: Findings, wheel_fix: str) -> Iterator[Problem]:
         yield Problem("torch-broken", text, f"{pip('install')} --force-reinstall torch", True)
 
 
+def reason_lines(error: str) -> list[str]:
+    """Return the lines of an error of `load` without its advice, which problems replace by what helps here."""
+    lines = (re.sub(r"; (?:pass|set) .*", "", line) for line in error.splitlines())
+    return [line for line in lines if not re.match(r"  (?:install pynccl|or set PYNCCL)", line)]
+
+
+def _request_problems(found: Findings) -> Iterator[Problem]:
+    """Report a PYNCCL_LIBRARY that cannot work here."""
+    asked, library = found.library["asked"], found.library
+    if asked in (None, "host"):
+        return
+    no_gpu = "" if found.driver["usable"] else found.driver["problem"]
+    unset = "unset PYNCCL_LIBRARY" + (", to use the host library on the CPU" if no_gpu else "")
+    if library["error"] is not None and asked != "nccl":
+        reason = reason_lines(library["error"])[0].removeprefix(f"PYNCCL_LIBRARY={asked}: ")
+        meant = did_you_mean(asked, ("host",) if no_gpu else ("host", "nccl"))[len("did you mean ") : -1]
+        unset += "" if no_gpu else ", or set it to the path of a libnccl.so.2"
+        yield Problem(
+            "library-unusable",
+            f"PYNCCL_LIBRARY={asked} cannot be used: {reason}",
+            f"set PYNCCL_LIBRARY={meant}" if meant else unset,
+        )
+    elif no_gpu:
+        text = f"PYNCCL_LIBRARY={asked} requests a library that needs a GPU, but no GPU is usable: {no_gpu}"
+        unset += ", or fix the driver until nvidia-smi works" if "reports error" in no_gpu else ""
+        yield Problem("no-driver", text, unset)
+
+
 def _library_problems(found: Findings, wheel_fix: str) -> Iterator[Problem]:
     library = found.library
-    if library["error"] is None:
-        return
     requested = library["asked"] or ("nccl" if found.driver["usable"] else "host")
-    text = f"the requested library ({requested}) cannot be used: {library['error'].splitlines()[0].rstrip(':')}"
-    if requested not in ("host", "nccl"):
-        fix = "set PYNCCL_LIBRARY to the path of a libnccl.so.2, to nccl or to host, or unset it"
-    elif requested == "nccl":
+    if library["error"] is None or requested not in ("host", "nccl"):
+        return
+    if requested == "nccl" and not found.driver["usable"]:  # see _request_problems
+        return
+    text = f"the library ({requested}) cannot be used: {reason_lines(library['error'])[0].rstrip(':')}"
+    if requested == "nccl":
         flavour = "cu12" if (found.driver["cuda"] or "").startswith("12.") else "cu13"
         fix = wheel_fix or f"{pip('install')} nvidia-nccl-{flavour}"
     else:
@@ -120,13 +150,8 @@ def _library_problems(found: Findings, wheel_fix: str) -> Iterator[Problem]:
 
 
 def _driver_problems(found: Findings) -> Iterator[Problem]:
-    """Report a requested GPU library without a GPU, or a driver that is too old. Having no GPU is fine otherwise."""
+    """Report a driver that is too old."""
     driver, library = found.driver, found.library
-    unusable = library["error"] is not None and library["asked"] != "nccl"  # reported by _library_problems
-    if not driver["usable"] and library["asked"] not in (None, "host") and not unusable:
-        text = f"{library['because']} requests a library that needs a GPU, but no GPU is usable: {driver['problem']}"
-        fix = "unset PYNCCL_LIBRARY to use the host library on the CPU, or fix the driver until nvidia-smi works"
-        yield Problem("no-driver", text, fix)
     # Minor versions of CUDA are compatible in both directions; a newer major version needs a newer driver.
     built, runs = library["cuda"], driver["cuda"]
     if built and runs and int(built.split(".")[0]) > int(runs.split(".")[0]):

@@ -14,14 +14,15 @@ __all__ = ["EXAMPLES", "FAILED", "configure", "run"]
 
 FAILED = "something failed"
 EXAMPLES = """
-The numbers are computed by the collectives, on ranks inside this process; no GPU is needed.
+The numbers are computed by the collectives, on ranks inside this process; no GPU is needed. The adjoint is the
+gradient: how gradients of the output flow back to the inputs.
 
 examples:
-  python -m pynccl explain                                  # list the operations
+  python -m pynccl explain                                  # list them
   python -m pynccl explain reduce_scatter
-  python -m pynccl explain all_gather --grad replicated     # all ranks do the same work with the output
+  python -m pynccl explain all_gather --grad replicated
   python -m pynccl explain all_reduce --ranks 3
-  python -m pynccl explain reduce_scatter --html page.html  # interactive page of all operations
+  python -m pynccl explain reduce_scatter --html page.html  # for a browser
 """
 
 
@@ -34,7 +35,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add(
         "--grad",
         choices=(SUM, REPLICATED),
-        help="sum: each rank does different work with the output; replicated: all do the same (sum)",
+        help="of all_reduce, all_gather and broadcast. sum (default): each rank does different work with the output; "
+        "replicated: all do the same",
     )
     add("--html", type=command.output_file, metavar="FILE", help="also write an interactive page of all operations")
 

@@ -14,6 +14,16 @@
     return made;
   }
 
+  // Paths of icons, since a font may lack their characters.
+  const PLAY = "M3 1l12 7-12 7z", PAUSE = "M3 1h4v14H3zM9 1h4v14H9z";
+  const UP = "M7 15V6H3l5-5 5 5H9v9z", DOWN = "M7 1v9H3l5 5 5-5H9V1z";
+
+  function icon(path) {
+    const made = byId("play").firstElementChild.cloneNode(true);
+    made.firstElementChild.setAttribute("d", path);
+    return made;
+  }
+
   // ---------------------------------------------------------------- controls
 
   function choose(change, at) { // without `at`, starts to play
@@ -70,7 +80,7 @@
       return head;
     });
     const [before, after] = values.map((ofRanks, a) => element("div", "row", "", [element("span", "label", labels[a]), ...memories(ofRanks, a)]));
-    const rows = [before, element("div", "between", `${state.adjoint ? "↑" : "↓"} ${text}`), after];
+    const rows = [before, element("div", "between", "", [icon(state.adjoint ? UP : DOWN), ` ${text}`]), after];
     if (state.adjoint) rows.reverse(); // x and its gradient are always at the top, y and its cotangent below
     stage.replaceChildren(element("div", "row", "", [element("span", "label"), ...heads]), ...rows);
     addMoves(moves);
@@ -141,7 +151,7 @@
 
   function playing(yes) {
     state.playing = yes;
-    play.textContent = yes ? "⏸" : "▶";
+    play.replaceChildren(icon(yes ? PAUSE : PLAY));
     play.setAttribute("aria-label", yes ? "pause" : "play");
   }
 

@@ -7,26 +7,24 @@ import json
 import sys
 
 from ...watch.layout import printable
-from ...watch.records import RUNNING, to_json
-from ...watch.verdict import judge
+from ...watch.records import to_json
 from .. import command
 from . import jobs, report, timeline
 
-MIN_WAIT = 2.0  # seconds; shorter waits are normal in a running job
-MIN_WAIT_IN_DUMP = 10.0  # torch takes seconds to write a dump, whose time is that of its file
 FAILED = "a rank is missing, dead, or made a different call"
 UNUSABLE = f"no job was found, or {command.UNUSABLE}"
 EXAMPLES = """
-Without arguments, it shows this user's newest running job on this node, or else the newest job. For several nodes,
-run it on each with --json > NAME.json, or copy the folders, and pass all.
+Run it in another terminal, on the node of the job, as the same user. It shows a
+job that hangs, else the newest one that runs, else the one that ended last. For
+several nodes, run it on each with --json > NAME.json, or copy the folders, and
+pass all.
 
 examples:
-  python -m pynccl hang                         # the newest job
-  python -m pynccl hang --list                  # list the jobs
-  python -m pynccl hang --stacks --calls 5      # add all Python stacks and the last calls of each rank
-  python -m pynccl hang --json                  # machine-readable
-  python -m pynccl hang --timeline trace.json   # the last calls, for ui.perfetto.dev
-  python -m pynccl hang /tmp/nccl_trace_rank_*  # the dumps of torch's flight recorder (its own NCCL)
+  python -m pynccl hang                         # the job that hangs
+  python -m pynccl hang --list                  # all jobs
+  python -m pynccl hang --stacks --calls 5      # more of each rank
+  python -m pynccl hang --timeline trace.json   # for ui.perfetto.dev
+  python -m pynccl hang /tmp/nccl_trace_rank_*  # dumps of torch's own NCCL
 """
 
 
@@ -35,7 +33,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "dir", nargs="*", metavar="DIR", help="folders of records, record files, saved --json output, or dumps of torch"
     )
     parser.add_argument("--list", action="store_true", help="list the jobs: state, age, program")
-    parser.add_argument("--job", metavar="ID", help="show this job instead of the newest one")
+    parser.add_argument("--job", metavar="ID", help="show this job: its name in the list, or the beginning of it")
     parser.add_argument("--json", action="store_true", help="print one JSON object with the verdict and all records")
     parser.add_argument(
         "--calls", type=command.integer(1), default=0, metavar="N", help="also print the last N calls of each rank"
@@ -54,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _show_job(arguments: argparse.Namespace) -> int:
     job, others, problems = jobs.find(arguments.dir, arguments.job)
-    verdict = judge(job.processes, min_wait=_min_wait(job))
+    verdict = job.verdict
     if arguments.timeline:
         timeline.write(arguments.timeline, job.processes)
     if arguments.json:
@@ -72,12 +70,6 @@ def _show_job(arguments: argparse.Namespace) -> int:
         if arguments.timeline:
             _print(f"\nwrote {arguments.timeline}: open it at ui.perfetto.dev")
     return 1 if verdict.wrong else 0
-
-
-def _min_wait(job: jobs.Job) -> float:
-    if any(process.pid < 0 for process in job.processes):
-        return MIN_WAIT_IN_DUMP
-    return MIN_WAIT if any(process.state == RUNNING for process in job.processes) else 0.0
 
 
 def _list(arguments: argparse.Namespace) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import glob
 import json
 import os
@@ -9,11 +10,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...bindings.values import counted
 from ...watch import folder, reader
+from ...watch.findings import Priority
 from ...watch.formatting import clean
 from ...watch.layout import printable
 from ...watch.records import DEAD, RUNNING, STOPPED, ProcessRecord, from_json
+from ...watch.verdict import Verdict, judge
 from . import torch_dumps
+
+MIN_WAIT = 2.0  # seconds; shorter waits are normal in a running job
+MIN_WAIT_IN_DUMP = 10.0  # torch takes seconds to write a dump, whose time is that of its file
+_LONG, _SHORT = 24, 8  # characters of a name that is shortened, and of the shortest one that replaces it
 
 
 class NothingFoundError(ValueError):
@@ -36,6 +44,38 @@ class Job:
         return sum(process.state in (RUNNING, STOPPED) for process in self.processes)
 
     @property
+    def exited(self) -> bool:
+        """Whether all its known processes have exited without an exception."""
+        return all(process.exited_cleanly for process in self.processes)
+
+    @functools.cached_property
+    def verdict(self) -> Verdict:
+        if self.exited:  # the others of its ranks may have no record any more
+            text = f"the job has ended without an exception: {counted(self.ranks, 'rank')}."
+            return Verdict("finished", Priority.CONSEQUENCE, text)
+        return judge(self.processes, min_wait=self._min_wait)
+
+    @property
+    def _min_wait(self) -> float:
+        if any(process.pid < 0 for process in self.processes):
+            return MIN_WAIT_IN_DUMP
+        return MIN_WAIT if any(process.state == RUNNING for process in self.processes) else 0.0
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks of its largest communicator, or of its known processes."""
+        return max([len(self.processes), *(comm.size for process in self.processes for comm in process.comms)])
+
+    @property
+    def order(self) -> tuple[bool, bool, float]:
+        """Sort key: the largest is of a job that hangs, else of one that runs, else of the one that ended last."""
+        return (
+            bool(self.living and self.verdict.wrong),
+            self.living > 0,
+            self.started if self.living else self.last_seen,
+        )
+
+    @property
     def started(self) -> float:
         return min(map(_began, self.processes))
 
@@ -48,6 +88,13 @@ class Job:
     def command(self) -> str:
         """Command line of the lowest rank."""
         return min(self.processes, key=lambda process: (process.rank < 0, process.rank, _began(process))).command
+
+    def short_name(self, every: Iterable[Job]) -> str:
+        """Return the beginning of the name that no other job has, for --job."""
+        others = [job.name for job in every if job is not self]
+        ends = range(_SHORT, len(self.name)) if len(self.name) > _LONG else ()
+        shorter = (self.name[:end] for end in ends)
+        return next((name for name in shorter if not any(other.startswith(name) for other in others)), self.name)
 
 
 def to_json(job: Job) -> dict[str, Any]:
@@ -66,24 +113,29 @@ def find(places: Sequence[str], name: str | None) -> tuple[Job, list[Job], list[
     """Return the job of this name, the other jobs, and one text per unreadable file. Its processes on this node write
     their stacks first.
 
-    name  None: the newest job with live processes, else the newest"""
+    name  a job's name, or the beginning of it; None: see Job.order"""
     found, problems = read(places)
     job = _chosen(found, name)
     if reader.ask(job.processes):
         found, problems = read(places)
-        job = _chosen(found, name or job.name)
+        first = job.processes[0]
+        job = _chosen(found, name or f"{first.job}@{first.pid}")
     return job, [other for other in found if other is not job], problems
 
 
 def _chosen(found: Sequence[Job], name: str | None) -> Job:
-    """Select a job by its name, or by "name@PID" of any of its processes."""
+    """Select a job by its name, the beginning of it, or "name@PID" of any of its processes."""
     if name is None:
         return found[0]
     for job in found:
         if name == job.name or any(name in (process.job, f"{process.job}@{process.pid}") for process in job.processes):
             return job
-    names = "\n".join(clean(job.name) for job in found)
-    raise NothingFoundError(f"--job {name}: no such job; expected one of\n{names}")
+    alike = [job for job in found if job.name.startswith(name)]
+    if len(alike) == 1:
+        return alike[0]
+    names = "\n".join(clean(job.name) for job in alike or found)
+    wrong = "several jobs begin with this" if alike else "no such job"
+    raise NothingFoundError(f"--job {name}: {wrong}; expected one of\n{names}")
 
 
 def read(places: Sequence[str]) -> tuple[list[Job], list[str]]:
@@ -99,7 +151,8 @@ def read(places: Sequence[str]) -> tuple[list[Job], list[str]]:
             found, wrong = reader.read_folder(place)
             records += found
             problems += wrong
-            paths = sorted(glob.glob(os.path.join(glob.escape(place), "*.json"))) + torch_dumps.paths_in(place)
+            paths = sorted(glob.glob(os.path.join(glob.escape(place), "*.json")))
+            paths += torch_dumps.paths_in(place) + folder.files(place, folder.ENDED)
         for path in paths:
             try:
                 content = _read_file(path)
@@ -119,7 +172,6 @@ def read(places: Sequence[str]) -> tuple[list[Job], list[str]]:
     raise NothingFoundError(
         f"no records in {folder.base()}\n"
         "was the job started with PYNCCL_WATCH=off, by another user, or with another PYNCCL_WATCH_DIR?\n"
-        "a job that exits without an error removes its records\n"
         "to read another folder: python -m pynccl hang DIR"
     )
 
@@ -144,7 +196,7 @@ def _read_file(path: str) -> list[ProcessRecord] | torch_dumps.Dump:
 
 
 def group(records: Iterable[ProcessRecord]) -> list[Job]:
-    """Return the jobs: running ones first, then the newest. Of two records of one process, the newer one counts.
+    """Return the jobs, by Job.order. Of two records of one process, the newer one counts.
 
     Processes that share a communicator belong to one run, because its uid is unique. Processes without a common
     communicator join the newest run with their job name, unless it already has their rank or ended before they
@@ -160,7 +212,7 @@ def group(records: Iterable[ProcessRecord]) -> list[Job]:
         if run is None or _different_runs(run.processes, part):
             jobs.append(run := Job(""))
         run.processes += part
-    jobs.sort(key=lambda job: (job.living > 0, job.last_seen), reverse=True)
+    jobs.sort(key=lambda job: job.order, reverse=True)
     taken: set[str] = set()
     for job in jobs:
         job.name = (

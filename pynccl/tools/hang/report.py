@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import textwrap
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from ...watch.formatting import call_name, clean, global_rank, numbers, place, seconds
 from ...watch.records import DEAD, INSIDE, ISSUED, LAUNCHED, CallRecord, CommRecord, ProcessRecord
@@ -34,14 +34,19 @@ def text(
     problems  one text per file that could not be read
     calls     number of last calls to print per rank; stacks: print all stacks; row_per_rank: one row per rank
     """
+    if job.exited:  # nothing else is known of it
+        name, ago = _program(job) or clean(job.name, 80), seconds(time.time() - job.last_seen)
+        text = f"{name} ({_count(range(job.ranks), 'rank')}) ended without an exception {ago} ago."
+        parts = [_wrapped(text), unread(problems), _other_jobs(job, others)]
+        return "\n\n".join("\n".join(part) for part in parts if part)
     processes = sorted(job.processes, key=lambda process: (table.rank_of(process), process.host, process.pid))
     parts = [
         _wrapped(render(verdict)),
-        [_heading(job), "", *_table(processes, verdict, row_per_rank)],
+        [_heading(job, others), "", *_table(processes, verdict, row_per_rank)],
         *_stacks(processes, verdict, stacks),
         *(_last_calls(process, calls) for process in processes if calls),
         unread(problems),
-        _other_jobs(others),
+        _other_jobs(job, others),
     ]
     return "\n\n".join("\n".join(part) for part in parts if part)
 
@@ -57,14 +62,16 @@ def _wrapped(verdict: str) -> list[str]:
     return found
 
 
-def _heading(job: Job) -> str:
+def _heading(job: Job, others: Sequence[Job]) -> str:
+    name = clean(job.short_name(others), 80)
+    name = f"{_program(job)} (job {name})" if job.command else name
     hosts = list(dict.fromkeys(clean(process.host, 40) for process in job.processes))
     where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts"
     newest = max(process.now for process in job.processes)
     if job.processes[0].pid < 0:
-        return f"{clean(job.name, 80)}: {_count(job.processes, 'dump')}, the last of {_clock(newest)}"
+        return f"{name}: {_count(job.processes, 'dump')}, the last of {_clock(newest)}"
     read = f", read at {_clock(newest)}" if newest else ""
-    return f"{clean(job.name, 80)}: {_count(job.processes, 'process')} on {where}{read}"
+    return f"{name}: {_count(job.processes, 'process')} on {where}{read}"
 
 
 def _table(processes: list[ProcessRecord], verdict: Verdict, row_per_rank: bool) -> list[str]:
@@ -143,11 +150,13 @@ def _what(call: CallRecord, ranks: Sequence[int]) -> str:
     return ", ".join(filter(None, words))
 
 
-def _other_jobs(others: Sequence[Job]) -> list[str]:
-    rows = [clean(job.name, 80) for job in others]
-    return (
-        [f"{_count(rows, 'other job')}: --job ID; --list shows details", *_first(MAX_OTHER_JOBS, rows)] if rows else []
-    )
+def _other_jobs(job: Job, others: Sequence[Job]) -> list[str]:
+    if not others:
+        return []
+    some, first = others[:MAX_OTHER_JOBS], clean(others[0].short_name([job, *others]), 80)
+    shows = f"--job {first} shows " + ("it" if len(others) == 1 else "the first")
+    shows += ", --list lists all" if len(others) > len(some) else ""
+    return [f"{_count(others, 'other job')}; {shows}:", *(INDENT + row for row in listed(some, [job, *others]))]
 
 
 def unread(problems: Sequence[str]) -> list[str]:
@@ -155,18 +164,29 @@ def unread(problems: Sequence[str]) -> list[str]:
     return [f"{_count(rows, 'file')} could not be read:", *_first(MAX_PROBLEMS, rows)] if rows else []
 
 
-def listed(jobs: Iterable[Job]) -> list[str]:
-    """Return a table with one row per job."""
+def listed(jobs: Sequence[Job], every: Sequence[Job] = ()) -> list[str]:
+    """Return a table with one row per job.   every: the jobs that their names are distinguished from"""
     now = time.time()
     rows = [["job", "state", "processes", "started", "program"]]
     for job in jobs:
-        running = "running" if job.living == len(job.processes) else f"{job.living} running"
-        state = running if job.living else f"seen {seconds(now - job.last_seen)} ago"
         started = f"{seconds(now - job.started)} ago" if job.started else "?"
-        words = job.command.split(" ")
-        program = " ".join([*map(os.path.basename, words[:2]), *words[2:]])
-        rows.append([clean(job.name, 80), state, f"{len(job.processes):,}", started, clean(program, 60)])
+        name = clean(job.short_name(every or jobs), 80)
+        rows.append([name, _state(job, now), f"{len(job.processes):,}", started, _program(job)])
     return table.columns(rows)
+
+
+def _state(job: Job, now: float) -> str:
+    if job.living:
+        running = "running" if job.living == len(job.processes) else f"{job.living} running"
+        return f"{running}, hangs" if job.verdict.wrong else running
+    all_ended = all(process.state == DEAD for process in job.processes)
+    what = "exited" if job.exited else "failed" if all_ended else "seen"
+    return f"{what} {seconds(now - job.last_seen)} ago"
+
+
+def _program(job: Job) -> str:
+    words = job.command.split(" ")
+    return clean(" ".join([*map(os.path.basename, words[:2]), *words[2:]]), 60)
 
 
 # Text

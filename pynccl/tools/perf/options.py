@@ -41,14 +41,17 @@ OPERATORS = tuple(op.name.lower() for op in RedOp)
 DEFAULT_END = 32 << 20
 FAILED = "wrong results, or a bandwidth below --min-busbw"
 EXAMPLES = """
+Each rank of a torchrun launch is a rank of the collective; without torchrun there is one rank. Defaults are in
+parentheses.
+
 Sizes are in bytes, or with K, M, G, T in powers of 1024. A size is that of the full buffer: the send buffer of
 all_reduce, broadcast, reduce and send_recv, the output of all_gather and gather, the input of reduce_scatter,
 all_to_all and scatter.
 
 examples:
   torchrun --nproc-per-node=2 -m pynccl perf all_reduce -b 8 -e 1M -f 4
-  torchrun --nproc-per-node=2 -m pynccl perf all_gather -b 1M -e 4M -f 4 --compare torch
-  torchrun --nproc-per-node=2 -m pynccl perf reduce_scatter -b 4M -e 4M -d bfloat16 -o max --min-busbw 0.001
+  torchrun --nproc-per-node=2 -m pynccl perf all_gather -e 4M --compare torch
+  torchrun --nproc-per-node=2 -m pynccl perf reduce_scatter -d half -e 4M -o max
   python -m pynccl perf broadcast -b 1K -e 1M -f 2 --json perf.json
 """
 
@@ -59,7 +62,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "collective",
         type=name_in(COLLECTIVES),
         choices=COLLECTIVES,
-        help="collective to measure; send_recv sends around a ring",
+        metavar="COLLECTIVE",
+        help=f"{', '.join(COLLECTIVES)} (around a ring)",
     )
     add("-b", "--minbytes", type=size, metavar="SIZE", help="first size (32M)")
     add("-e", "--maxbytes", type=size, metavar="SIZE", help="last size (32M, or -b if that is more)")
