@@ -28,7 +28,7 @@ class Node(NamedTuple):
     hosts: Path  # its /etc/hosts
 
     def command(self, *words: str | Path, shm: str = "64m") -> list[str]:
-        """Return a command line that runs these words on the node.   shm: size of /dev/shm; 64m is that of containers"""
+        """Return a command line that runs these words on the node. shm: size of /dev/shm, 64m in containers"""
         mounts = f"mount --bind {self.hosts} /etc/hosts && mount -t tmpfs -o size={shm} tmpfs /dev/shm"
         prepare = f'{mounts} && hostname {self.host} && exec "$@"'
         return ["ip", "netns", "exec", self.namespace, *UNSHARE, "sh", "-c", prepare, "sh", *map(str, words)]
