@@ -27,10 +27,10 @@ class Trainer:
     def gradient(self, batch: torch.Tensor) -> torch.Tensor:
         """Return the gradient of the batch's mean: the average over the ranks of that of their shards."""
         shard = batch.chunk(self.comm.size)[self.comm.rank].to(self.comm.device)
-        self.model.weight.grad = None
-        self.model(shard).square().mean().backward()
-        gradient = self.model.weight.grad
-        return self.comm.all_reduce(gradient, gradient, "avg").cpu()
+        loss = self.model(shard).square().mean()
+        (gradient,) = torch.autograd.grad(loss, [self.model.weight])
+        self.comm.all_reduce(gradient, gradient, "avg")
+        return gradient.cpu()
 
     def close(self) -> None:
         self.comm.destroy()

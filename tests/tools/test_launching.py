@@ -132,6 +132,43 @@ def test_launch_and_accelerate_run_torchrun(tmp_path: Path) -> None:
     assert sorted(run(["accelerate", "launch", "--multi_gpu", *ports])) == expected
 
 
+# ---------------------------------------------------------------------------------------------- errors
+
+LAUNCH = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+# Variables, and what the page quotes of the error; "..." on the page is anything.
+ERRORS: list[tuple[dict[str, str], str]] = [
+    ({}, "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set"),
+    ({"SLURM_PROCID": "1"}, "srun sets SLURM_PROCID instead"),
+    ({"OMPI_COMM_WORLD_RANK": "1"}, "mpirun sets OMPI_COMM_WORLD_RANK instead"),
+    ({"PET_NODE_RANK": "1"}, "Kubeflow without torchrun sets PET_NODE_RANK instead"),
+    (LAUNCH, "`rank 0 could not serve the store` ... `Address already in use`"),
+]
+
+
+@pytest.mark.slow
+def test_the_page_quotes_the_errors() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        port = str(busy.getsockname()[1])
+        options = ["--node-rank=0", "--nproc-per-node=2", "--master-addr=127.0.0.1", f"--master-port={port}", HELLO]
+        cases: list[tuple[list[str], dict[str, str], str]] = [
+            ([HELLO], variables | ({"MASTER_PORT": port} if variables == LAUNCH else {}), quote)
+            for variables, quote in ERRORS
+        ]
+        quote = "`The server socket has failed to listen` ... `EADDRINUSE`"
+        cases.append((["-m", "torch.distributed.run", *options], {}, quote))
+        for words, variables, quote in cases:
+            done = subprocess.run(
+                [sys.executable, *words],
+                cwd=ROOT,
+                env=ENVIRONMENT | variables,
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            assert quote in PAGE.read_text() and done.returncode == 1, quote
+            assert re.search(".*".join(map(re.escape, quote.strip("`").split("` ... `"))), done.stderr), done.stderr
+
+
 # ---------------------------------------------------------------------------------------------- SLURM
 
 # The batch script runs on the first node, from a copy, with the variables of its only task. NODES has a command that
@@ -181,7 +218,8 @@ def pods(job: Any) -> list[tuple[list[str], dict[str, str]]]:
     As setPodEnv does in pkg/controller.v1/pytorch/envvar.go of the training operator, release 1.9."""
     replicas, name = job["spec"]["pytorchReplicaSpecs"], job["metadata"]["name"]
     count = sum(kind["replicas"] for kind in replicas.values())
-    per_node, found = job["spec"]["nprocPerNode"], []
+    per_node = job["spec"]["nprocPerNode"]
+    found: list[tuple[list[str], dict[str, str]]] = []
     for kind in ("Master", "Worker"):
         for _ in range(replicas[kind]["replicas"]):
             [container] = replicas[kind]["template"]["spec"]["containers"]
@@ -326,3 +364,28 @@ def test_ray(tmp_path: Path) -> None:
     ]
     assert re.search(r"^NcclRemoteError: .*rank 1's process \d+ was killed or crashed", printed[0])
     assert printed[1:] == ["ActorDiedError", "2", "[2.0, 2.0]"]
+
+
+HEAD = """
+ray start --head --node-ip-address=10.77.0.1 --port=6379 --num-cpus=1 --include-dashboard=false > /dev/null
+until ray status 2> /dev/null | grep -q '/2.0 CPU'; do sleep 0.2; done
+RAY_ADDRESS=10.77.0.1:6379 python scripts/recipes/ray_actors.py
+"""
+WORKER = """
+until python -c 'import socket; socket.create_connection(("10.77.0.1", 6379), 1)' 2> /dev/null; do sleep 0.2; done
+exec ray start --address=10.77.0.1:6379 --node-ip-address=10.77.0.2 --num-cpus=1 --block
+"""
+
+
+@pytest.mark.slow
+def test_actors_of_ray_on_two_nodes(nodes: tuple[Node, Node]) -> None:
+    """With one CPU on each node, and one for each actor."""
+    pytest.importorskip("ray", reason="needs ray (pip install 'ray[train]')")
+    words = nodes[1].command("sh", "-c", WORKER, shm="512m")
+    quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(words, cwd=ROOT, env=ENVIRONMENT, **quiet) as worker:
+        try:
+            printed = run(nodes[0].command("sh", "-c", HEAD, shm="512m"))
+        finally:
+            worker.kill()
+    assert printed == ["ray_actors: 2 actors: the averaged gradients are those of one process"]
