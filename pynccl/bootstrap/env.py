@@ -21,6 +21,14 @@ from .rendezvous import Rendezvous
 _SERVER = "the process that serves it (rank 0, or torchrun's agent)"
 _DUPLICATE_HINT = "every process needs its own RANK, and must call pynccl.init as often as the others"
 
+_MULTI_NODE = "scripts/examples/multi_node.sh"
+_LAUNCHERS = (  # a variable that only this launcher sets, its name, the command that sets ours, another call
+    ("OMPI_COMM_WORLD_RANK", "mpirun", f"{_MULTI_NODE} mpirun HOST:RANKS,HOST:RANKS", "from_mpi (mpi4py)"),
+    ("SLURM_PROCID", "srun", f"{_MULTI_NODE} srun", "init with nranks, unique_id and rank"),
+    ("PMI_RANK", "mpirun", f"{_MULTI_NODE} mpirun HOST:RANKS,HOST:RANKS", "from_mpi (mpi4py)"),
+    ("PET_NODE_RANK", "Kubeflow without torchrun", "torchrun", "init with nranks, unique_id and rank"),
+)
+
 
 def init(
     *,
@@ -90,16 +98,11 @@ def _store_of(env: LaunchEnv, clock: Clock) -> Any:
 
 
 def read_environment() -> LaunchEnv:
-    """Read the launch variables. Raises NcclInvalidUsage with the torchrun command that sets them."""
+    """Read the launch variables. Raises NcclInvalidUsage with the command that sets them."""
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in names if name not in os.environ]
     if missing:
-        raise NcclInvalidUsage(
-            f"{', '.join(missing)} not set: this process was not started by torchrun. Start it with\n"
-            f"  {_torchrun_command()}\n"
-            "or call Communicator.init with nranks, unique_id and rank. "
-            "To use all devices in one process (notebooks):\n  comms = pynccl.init_all()"
-        )
+        raise _not_launched(missing)
     rank, nranks = _integer("RANK"), _integer("WORLD_SIZE")
     if not 0 <= rank < nranks:
         raise NcclInvalidUsage(
@@ -138,11 +141,30 @@ def _invalid(name: str, expected: str) -> NcclInvalidUsage:
     return NcclInvalidUsage(f"{name}={os.environ[name]!r}: expected {expected}")
 
 
+def _not_launched(missing: list[str]) -> NcclInvalidUsage:
+    """Return the error of a process without these variables, with the command for the launcher that started it."""
+    how, command = "this process was not started by torchrun", _torchrun_command()
+    other = "init with nranks, unique_id and rank"
+    for variable, launcher, words, call in _LAUNCHERS:
+        if variable in os.environ:
+            how, command, other = f"{launcher} sets {variable} instead", f"{words} {_program()}", call
+            break
+    return NcclInvalidUsage(
+        f"{', '.join(missing)} not set: {how}. Start it with\n  {command}\nor call Communicator.{other}. "
+        "To use all devices in one process (notebooks):\n  comms = pynccl.init_all()"
+    )
+
+
 def _torchrun_command() -> str:
     """Return the torchrun command line that starts this program."""
+    return f"torchrun --standalone --nproc-per-node=2 {_program()}"
+
+
+def _program() -> str:
+    """Return this program and its arguments; "train.py" in an interactive session or a notebook."""
     interactive = hasattr(sys, "ps1") or sys.argv[0] in ("", "-", "-c")
     notebook = os.path.basename(sys.argv[0]) in ("ipykernel_launcher.py", "ipython")
-    return "torchrun --standalone --nproc-per-node=2 " + ("train.py" if interactive or notebook else " ".join(sys.argv))
+    return "train.py" if interactive or notebook else " ".join(sys.argv)
 
 
 def _integer(name: str) -> int:

@@ -182,8 +182,8 @@ def default_device(library: Library, device: Any, local_rank: int | None) -> Any
         return local_rank % count
     if count and local_rank >= count:
         raise ValueError(
-            f"LOCAL_RANK is {local_rank}, but this process sees only {counted(count, 'GPU')}; use --nproc-per-node="
-            f"{count}; pass device=0 if each rank sees a GPU of its own; or set {share_gpu.VARIABLE}=1 on all ranks to "
-            "share GPUs"
+            f"this rank takes GPU {local_rank} (LOCAL_RANK, or RANK if that is not set), but this process sees only "
+            f"{counted(count, 'GPU')}; use --nproc-per-node={count}; pass device=0 if each rank sees a GPU of its own; "
+            f"or set {share_gpu.VARIABLE}=1 on all ranks to share GPUs"
         )
     return local_rank

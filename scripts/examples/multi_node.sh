@@ -16,10 +16,10 @@ PYTHON=${PYTHON:-python3}
 export MASTER_PORT=${PORT:-29500}
 usage() { sed -n '2,/^$/s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 
-# Translates the launcher's variable names on each rank.
-AS_RANK='export RANK=${SLURM_PROCID:-${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-}}}
-export WORLD_SIZE=${SLURM_NTASKS:-${OMPI_COMM_WORLD_SIZE:-${PMI_SIZE:-}}}
-export LOCAL_RANK=${SLURM_LOCALID:-${OMPI_COMM_WORLD_LOCAL_RANK:-${MPI_LOCALRANKID:-}}}
+# Translates the launcher's variable names on each rank. SLURM's come last: mpirun in an allocation inherits them.
+AS_RANK='export RANK=${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-${SLURM_PROCID:-}}}
+export WORLD_SIZE=${OMPI_COMM_WORLD_SIZE:-${PMI_SIZE:-${SLURM_NTASKS:-}}}
+export LOCAL_RANK=${OMPI_COMM_WORLD_LOCAL_RANK:-${MPI_LOCALRANKID:-${SLURM_LOCALID:-}}}
 exec "$@"'
 
 launcher=${1:-}

@@ -32,6 +32,12 @@ PORT = "expected a number in 1..65535: a free port on rank 0's node, the same on
 WRONG: list[tuple[dict[str, str | None], str]] = [
     (dict.fromkeys(GOOD), "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set: this process was not started by"),
     ({"WORLD_SIZE": None}, "--standalone --nproc-per-node=2 train.py\nor call Communicator.init with nranks"),
+    ({**dict.fromkeys(GOOD), "SLURM_PROCID": "1", "PMI_RANK": "1"}, "srun sets SLURM_PROCID instead. Start it with\n"),
+    ({**dict.fromkeys(GOOD), "SLURM_PROCID": "1"}, "  scripts/examples/multi_node.sh srun train.py\nor call"),
+    ({"RANK": None, "SLURM_PROCID": "0", "OMPI_COMM_WORLD_RANK": "1"}, "multi_node.sh mpirun HOST:RANKS,HOST:RANKS"),
+    ({"RANK": None, "PMI_RANK": "1"}, "mpirun sets PMI_RANK instead"),
+    ({"RANK": None, "PMI_RANK": "1"}, "train.py\nor call Communicator.from_mpi (mpi4py)."),
+    ({"RANK": None, "PET_NODE_RANK": "1"}, "sets PET_NODE_RANK instead. Start it with\n  torchrun train.py\n"),
     ({"RANK": "2"}, f"RANK='2', WORLD_SIZE='2': {RANKS}"),
     ({"MASTER_ADDR": ""}, "MASTER_ADDR='': expected the name or address of rank 0's node, the same on all ranks"),
     ({"MASTER_PORT": "http"}, f"MASTER_PORT='http': {PORT}"),

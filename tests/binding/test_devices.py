@@ -117,7 +117,8 @@ for call, message in (
 ):
     assert message in str(raised_by(call, ValueError))
 join.gpu_count = lambda: 1
-assert "sees only 1 GPU; use" in str(raised_by(lambda: join.default_device(library, None, 1), ValueError))
+quoted = "this rank takes GPU 1 (LOCAL_RANK, or RANK if that is not set), but this process sees only 1 GPU; use"
+assert quoted in str(raised_by(lambda: join.default_device(library, None, 1), ValueError))
 """,
 }
 

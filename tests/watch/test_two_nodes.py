@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -16,12 +15,10 @@ from pathlib import Path
 
 import pytest
 from hanging import REPORT_PREFIX
-from nodes import ADDRESSES, two_nodes
+from nodes import ADDRESSES, Node, two_nodes
 
 ROOT = Path(__file__).parents[2]
 PORT = 29511
-HOSTS = ("node-a", "node-b")
-NAMESPACES = ("--uts", "--pid", "--fork", "--kill-child", "--mount-proc")
 MAX_WAIT_SECONDS = 60.0
 
 ONE_IS_LATE = """
@@ -41,30 +38,18 @@ except pynccl.NcclRemoteError as error:
 
 
 @pytest.fixture
-def nodes() -> Iterator[tuple[str, str]]:
-    if shutil.which("unshare") is None:
-        pytest.skip("needs the program unshare (package util-linux)")
-    command = ["unshare", *NAMESPACES, "sh", "-c", "hostname pynccl-test"]
-    tried = subprocess.run(command, capture_output=True, text=True, check=False)
-    if tried.returncode:
-        pytest.skip(f"cannot create process namespaces here: {tried.stderr.strip()}")
-    with two_nodes() as names:
-        yield names
+def nodes(tmp_path: Path) -> Iterator[tuple[Node, Node]]:
+    with two_nodes(tmp_path) as both:
+        yield both
 
 
-def start(name: str, number: int, folder: Path) -> subprocess.Popen[bytes]:
+def start(node: Node, number: int, folder: Path) -> subprocess.Popen[bytes]:
     """Start torchrun with one rank on this node. Its output goes to a file."""
-    # torch looks up the names of addresses, and there is no DNS.
-    names = folder / "hosts"
-    known = "".join(f"{address} {host}\n" for address, host in zip(ADDRESSES, HOSTS, strict=True))
-    names.write_text(f"127.0.0.1 localhost\n{known}")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYNCCL_LIBRARY": "host", "OMP_NUM_THREADS": "1"}
-    environment |= {"PYNCCL_WATCH_DIR": str(folder / HOSTS[number]), "PYNCCL_WATCH_TIMEOUT": "2"}
+    environment |= {"PYNCCL_WATCH_DIR": str(folder / node.host), "PYNCCL_WATCH_TIMEOUT": "2"}
     where = [f"--node-rank={number}", f"--master-addr={ADDRESSES[0]}", f"--master-port={PORT}"]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", *where]
-    named = ["sh", "-c", f'mount --bind {names} /etc/hosts && hostname {HOSTS[number]} && exec "$@"', "sh"]
-    command = ["ip", "netns", "exec", name, "unshare", *NAMESPACES, *named, *launcher]
-    command += [str(folder / "train.py"), str(folder)]
+    command = node.command(*launcher, folder / "train.py", folder)
     with (folder / f"{number}.log").open("wb") as file:
         return subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
 
@@ -84,16 +69,16 @@ def line(marker: str) -> str:
 
 
 def test_a_rank_on_another_node_is_named_while_it_is_late_and_after_it_has_raised(
-    nodes: tuple[str, str], tmp_path: Path
+    nodes: tuple[Node, Node], tmp_path: Path
 ) -> None:
     (tmp_path / "train.py").write_text(ONE_IS_LATE)
-    launchers = [start(name, number, tmp_path) for number, name in enumerate(nodes)]
+    launchers = [start(node, number, tmp_path) for number, node in enumerate(nodes)]
     try:
         call = f"all_reduce #2 (comm 'world', 2 ranks, FLOAT32 x 4, {line('waits')})"
         never = re.escape(f"rank 1 never entered {call}")
         output = wait_for(tmp_path / "0.log", f"{REPORT_PREFIX}[^\n]*\n[^\n]*{never}.*this rank's stack")
         assert f"its main thread is in {line('late')} <module>" in output
-        assert "node-b" in output
+        assert "node1" in output
         (tmp_path / "go on").touch()
         error = wait_for(tmp_path / "0.log", "end of the error").partition("the error: ")[2]
         assert f"rank 1 exited with ValueError at {line('raises')}" in error and ": no such file" in error
