@@ -1,6 +1,6 @@
 """Make the ranks actors of Ray: the driver serves their store, and calls the methods of the actors.
 
-Needs ray (`pip install ray`). Each actor reserves a GPU, the only one that it sees, or a CPU if there are no GPUs.
+Needs ray (the extra `ray`). Each actor reserves a GPU, the only one that it sees, or a CPU if there are no GPUs.
 
 examples:
   python scripts/recipes/ray_actors.py
