@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import re
 import sys
 import threading
 import time
@@ -116,15 +117,14 @@ class Watchdog:
                 if overdue is None:
                     continue
                 runs, comm = time.monotonic() - overdue.since, track.comm()
-                if overdue.inside and runs > _ONE_THREAD_SECONDS and not self._noted:
+                new = state.reported < overdue.entry
+                if overdue.inside and runs > _ONE_THREAD_SECONDS and new and not self._noted:
                     self._note_one_thread(track)
                 limit = comm._call_timeout if comm is not None else None
                 if limit is not None and runs > limit and state.ended < overdue.entry:
                     state.ended = state.reported = overdue.entry
                     found.append((overdue, True))
-                elif (
-                    self.settings.timeout and overdue.waited > self.settings.timeout and state.reported < overdue.entry
-                ):
+                elif self.settings.timeout and overdue.waited > self.settings.timeout and new:
                     state.reported = overdue.entry
                     found.append((overdue, self.settings.raises))
         return found
@@ -138,8 +138,11 @@ class Watchdog:
         threads = {other.thread for other in ranks} - {0}  # 0: no call yet
         if len(ranks) < track.size or track.size == 1 or threads != {threading.main_thread().ident}:
             return
+        inside = [other for other in ranks if other.head and not other.has_returned(other.head)]
+        if len(inside) > 1:  # the calls of a group, which takes long
+            return
         self._noted = True
-        line = frames.place(frames.main_stack(frames.all_stacks())).partition(" ")[0]
+        line = re.sub(r"(:\d+).*", r"\1", frames.place(frames.main_stack(frames.all_stacks())))
         _print(
             [
                 f"pynccl: rank {track.rank} of {track.size} (comm {track.name!r}) waits{at(line)} for other ranks, "

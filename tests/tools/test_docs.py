@@ -60,10 +60,10 @@ def programs(page: Path) -> list[str]:
     return [pages.program(page, one) for one in here]
 
 
-def run_page(comm: Communicator, name: str, folder: str, port: int) -> tuple[list[str], list[str]]:
+def run_page(comm: Communicator, name: str, folder: str, ports: list[int]) -> tuple[list[str], list[str]]:
     """What each program prints, and the warnings, run as torchrun would launch it; its pynccl.init() finds the ranks of
-    `comm`."""
-    place = {"RANK": comm.rank, "LOCAL_RANK": comm.rank, "WORLD_SIZE": comm.size, "MASTER_PORT": port}
+    `comm`. A port for each: the store of the one before may still be served."""
+    place = {"RANK": comm.rank, "LOCAL_RANK": comm.rank, "WORLD_SIZE": comm.size}
     said = []
     with warnings.catch_warnings(record=True) as warned, pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -72,7 +72,8 @@ def run_page(comm: Communicator, name: str, folder: str, port: int) -> tuple[lis
             patch.setenv(variable, str(value))
         warnings.simplefilter("always")
         patch.setattr(pynccl, "init", partial(again, comm, f"{folder}/store"))
-        for source in programs(Path(name)):
+        for source, port in zip(programs(Path(name)), ports, strict=True):
+            patch.setenv("MASTER_PORT", str(port))
             names: dict[str, Any] = {"__name__": "__main__", "__file__": name}
             with contextlib.redirect_stdout(io.StringIO()) as printed:
                 try:
@@ -104,7 +105,8 @@ def two_free_ports() -> int:
 @pytest.mark.parametrize("page", [page for page in PAGES if programs(page)], ids=lambda page: page.stem)
 def test_python_runs_as_it_stands(ranks: RankPool, page: Path, tmp_path: Path) -> None:
     """It prints on rank 0 alone, and gives no reason to warn."""
-    (said, *warned), (others, *_) = ranks.run(2, run_page, str(page), str(tmp_path), two_free_ports(), timeout=SECONDS)
+    ports = [two_free_ports() for _ in programs(page)]
+    (said, *warned), (others, *_) = ranks.run(2, run_page, str(page), str(tmp_path), ports, timeout=SECONDS)
     assert warned == [[]] and (page.name in ONE_PROCESS or not any(others)), (warned, others)
     for printed, pattern in zip(said, PRINTS.get(page.name, [""] * len(said)), strict=True):
         assert re.search(pattern, printed.strip()), printed

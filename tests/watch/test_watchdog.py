@@ -168,11 +168,16 @@ threads = [threading.Thread(target=comm.all_reduce, args=(x,)) for comm in comms
 for thread in threads: thread.start()
 for thread in threads: thread.join()
 note()
-with pynccl.group():
-    comms[1].all_reduce(x)
+def group():
+    with pynccl.group():
+        for comm in comms: comm.all_reduce(x)
+group()
+def look():  # while the group runs
+    while any(comm._track.has_returned(comm._track.head) for comm in comms): pass
     note()
-    comms[0].all_reduce(x)
-print("the threads of the ranks differed until here", flush=True)
+thread = threading.Thread(target=look)
+thread.start(); group(); thread.join()
+print("the threads of the ranks differed, or they were in a group", flush=True)
 {call}
 """
 
@@ -181,7 +186,8 @@ print("the threads of the ranks differed until here", flush=True)
 def test_a_thread_that_waits_for_another_rank_of_its_own_is_told_of_groups(call: str, tmp_path: Path) -> None:
     """Soon, and once; not if each rank has its thread."""
     (program := tmp_path / "cell.py").write_text(_ONE_THREAD.format(call=call))
-    environment = {**os.environ, **HOST, "PYNCCL_WATCH_DIR": str(tmp_path / "watch"), "PYTHONUNBUFFERED": "1"}
+    slow = {"PYNCCL_HOST_LINK": "latency=500ms"}
+    environment = {**os.environ, **HOST, **slow, "PYNCCL_WATCH_DIR": str(tmp_path / "watch"), "PYTHONUNBUFFERED": "1"}
     options: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": environment}
     with subprocess.Popen([sys.executable, str(program)], **options) as process:
         try:
