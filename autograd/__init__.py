@@ -201,4 +201,4 @@ __dir__ = _public_dir(globals())
 if not _TYPE_CHECKING:  # a type checker would accept every name
 
     def __getattr__(name: str) -> object:
-        raise _no_attribute(_sys.modules[__name__], name, _FUNCTIONS, _Communicator)
+        raise _no_attribute(_sys.modules.get(__name__), name, _FUNCTIONS, _Communicator)

@@ -41,7 +41,6 @@ _INSTEAD = {
     "list": f"its tensors one by one; {_TAKE_LISTS}",
     "tuple": f"its tensors one by one; {_TAKE_LISTS}",
     "ProcessGroup": "pynccl.Communicator.from_process_group(group)",
-    "Tensor": "the communicator; the output is the result, not an argument",
     "NoneType": "pynccl.init()",
     "Proxy": "a tensor to torch.fx.experimental.proxy_tensor.make_fx or torch.export, which trace with tensors",
 }
@@ -126,6 +125,8 @@ def check_comm(operation: str, comm: object, **others: object) -> None:
                     f"{name} before comm"
                 )
         known = next((_INSTEAD[base.__name__] for base in type(comm).__mro__ if base.__name__ in _INSTEAD), None)
+        if type(comm) in _PLAIN:
+            known = "the communicator; the output is the result, not an argument"
         raise TypeError(
             f"{operation}: comm is {shown(comm)}, expected a pynccl.Communicator; pass "
             + (known or "one, e.g. from pynccl.init()")
@@ -212,7 +213,7 @@ def check_op(operation: str, op: Any, allowed: tuple[str, ...] = SUM_OPS) -> Any
         return op
     name = op.name.lower() if isinstance(op, RedOp) else op
     if not isinstance(name, str) or name not in allowed:
-        scaled = attribute(op, "code") is not None or "PREMUL" in str(attribute(op, "op"))
+        scaled = attribute(op, "code") is not None or "PREMUL" in shown(attribute(op, "op"), str)
         premul = "; for a pre-multiplied sum pass ad.PreMul(scale)" if scaled and "max" in allowed else ""
         hint = premul or operator_hint(op, allowed)
         raise ValueError(f"{operation}: op is {shown(op)}, expected {_any_of(allowed)}{hint}")

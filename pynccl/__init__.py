@@ -109,7 +109,7 @@ __dir__ = _public_dir(globals())
 if not _TYPE_CHECKING:  # a type checker would accept every name
 
     def __getattr__(name: str) -> object:
-        raise _no_attribute(_sys.modules[__name__], name, methods=Communicator)
+        raise _no_attribute(_sys.modules.get(__name__), name, methods=Communicator)
 
 
 # Tracebacks, reprs and pickles show the public import path of a class.

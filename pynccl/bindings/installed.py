@@ -51,7 +51,8 @@ def sentence() -> str:
 
 def _installed(name: str) -> metadata.Distribution | None:
     """Return what an installer put into this environment, not the egg-info of a checkout."""
-    return next((each for each in metadata.distributions(name=name) if each.read_text("RECORD") is not None), None)
+    every = metadata.distributions(name=name)
+    return next((each for each in every if each.read_text("RECORD") is not None and "Version" in each.metadata), None)
 
 
 def _installer(distribution: metadata.Distribution) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from types import ModuleType
 from typing import Any
 
-from .values import attribute, closest
+from .values import attribute, closest, shown
 
 PAGE = "see docs/coming_from.md"
 _GROUP = "comm.send and comm.recv in a `with pynccl.group():`"
@@ -68,6 +68,17 @@ def no_attribute(owner: Any, name: str, calls: Mapping[str, str] = CALLS, method
     return AttributeError(text, name=name, obj=owner)
 
 
+class NotHere:
+    """An attribute that is missing, and says what to use. (`__getattr__` would slow every attribute down on Python 3.10
+    and 3.11, and hide errors of properties.)"""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.__doc__ = name, f"Not here; use {CALLS[name]}."  # for help()
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        raise no_attribute(owner if instance is None else instance, self.name)
+
+
 def is_operator(x: Any) -> bool:
     """Return whether x is a ReduceOp of torch.distributed, or one of its constants."""
     return type(x).__name__ in ("ReduceOp", "RedOpType")
@@ -76,7 +87,7 @@ def is_operator(x: Any) -> bool:
 def operator_hint(op: Any, names: Collection[str]) -> str:
     """Return the text that follows an error about `op`: which of `names` is meant, or what to do; "" if unknown."""
     kind = attribute(op, "op") if type(op).__name__ == "ReduceOp" else op
-    word = (op if isinstance(op, str) else str(attribute(kind, "name", ""))).lower()
+    word = (op if isinstance(op, str) else shown(attribute(kind, "name", ""), str)).lower()
     if word in ("band", "bor", "bxor"):
         return "; NCCL has no bitwise operators: all_gather the buffers and combine them"
     found = closest(_OPERATORS.get(word, word), names)

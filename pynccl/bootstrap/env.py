@@ -146,7 +146,7 @@ def _not_launched(missing: list[str]) -> NcclInvalidUsage:
     how, command = "this process was not started by torchrun", _torchrun_command()
     other = "init with nranks, unique_id and rank"
     for variable, launcher, words, call in _LAUNCHERS:
-        if variable in os.environ:
+        if variable in os.environ and "RANK" in missing:
             how, command, other = f"{launcher} sets {variable} instead", f"{words} {_program()}", call
             break
     return NcclInvalidUsage(

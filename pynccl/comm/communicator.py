@@ -5,13 +5,13 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+from ..bindings import torch_names
 from ..bindings.abi import DataType, MemStat, RedOp, Result, UniqueId
 from ..bindings.library import Library, chosen, gpu_count
 from ..bindings.resource import destructor
 from ..bindings.structs import CommConfig
-from ..bindings.torch_names import no_attribute
 from ..bindings.values import counted, integer, seconds, shown
 from ..interop.devices import device_ordinal
 from ..watch import watchdog
@@ -385,10 +385,8 @@ class Communicator(Comm):
         documentation also covers CUDA graphs."""
         shutdown.abort([self])
 
-    if not TYPE_CHECKING:  # a type checker would accept every name
-
-        def __getattr__(self, name: str) -> Any:
-            raise no_attribute(self, name)
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if name not in torch_names.CALLS]
 
     def __enter__(self: Self) -> Self:
         return self
@@ -407,6 +405,8 @@ class Communicator(Comm):
 for _name, _method in vars(Communicator).items():  # errors and help() show the public name
     if isinstance(_method, FunctionType) and "." not in _method.__qualname__:
         _method.__qualname__ = f"Communicator.{_name}"
+for _name in torch_names.CALLS:
+    setattr(Communicator, _name, torch_names.NotHere(_name))
 
 
 def init_all(devices: int | Sequence[Any] | None = None, *, library: Library | None = None) -> list[Communicator]:

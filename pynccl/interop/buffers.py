@@ -267,7 +267,9 @@ class _Raw(Adapter):
             if x[0] + x[1] * ITEMSIZE[dtype] <= SIZE_MAX:
                 return x[0], x[1], int(dtype), ANY_DEVICE
         if x and hasattr(type(x[-1]), "data_ptr"):
-            raise TypeError(f"got a tuple of tensors{_list_hint('gather')}")
+            raise TypeError(
+                f"got a tuple of tensors; pass one tensor (torch.cat), or each in a `with pynccl.group():`; {PAGE}"
+            )
         if len(x) != 3 or any(isinstance(n, bool) or not hasattr(type(n), "__index__") or n < 0 for n in x[:2]):
             raise TypeError(f"a raw buffer is (pointer, count in elements, dtype); got {shown(x)}")
         dtype = data_type(x[2])

@@ -229,14 +229,14 @@ def write_ended(folder: str, text: str) -> None:
     """Replace the records, as JSON, of this user's last job that ended without an exception. `hang` needs them to say
     so after a good run, in place of showing the failure before it."""
     path = os.path.join(folder, f"{os.geteuid()}{ENDED}")
-    part = f"{path}-{os.getpid()}"
+    part = f"{path}-{os.getpid()}-{start_ticks()}"
     try:
-        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
-            file.write(text)
+        file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with open(file, "w", encoding="utf-8") as opened:
+            opened.write(text)
         os.replace(part, path)
     except OSError:  # a full disk, a folder that is gone
-        with contextlib.suppress(OSError):
-            os.unlink(part)
+        remove(part)
 
 
 def remove(path: str) -> None:

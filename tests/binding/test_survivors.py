@@ -48,7 +48,7 @@ def where(store: TCPStore, request: pytest.FixtureRequest) -> tuple[int, str]:
 
 
 def elastic(place: Place, where: tuple[int, str], **options: Any) -> pynccl.Communicator:
-    """Make an elastic communicator. Silent ranks are waited for less long than by default, longer than busy ones take."""
+    """Make an elastic communicator. Silent ranks are waited for less long than by default, not than busy ones take."""
     meeting.SILENT_SECONDS = 3.0
     store = TCPStore("127.0.0.1", where[0], is_master=False, wait_for_workers=False)
     return pynccl.from_store(PrefixStore(where[1], store), place.rank, place.size, elastic=True, **options)

@@ -109,6 +109,16 @@ def test_what_has_no_name_here_gets_a_hint_whose_names_exist() -> None:
         assert [pair for pair in used if pair not in instance and not hasattr(owners[pair[0]], pair[1])] == [], hint
 
 
+def test_hints_do_not_hide_the_error_of_a_property() -> None:
+    class Mine(Communicator):
+        @property
+        def loss(self) -> Any:
+            return self.losses  # type: ignore[attr-defined]
+
+    with pytest.raises(AttributeError, match="'Mine' object has no attribute 'losses'"):
+        Mine.__new__(Mine).loss  # noqa: B018
+
+
 # ----------------------------------------------------------------------------------------------------- the gradients
 
 # Pattern of a row's code -> the outputs of all ranks, computed from the stacked inputs of all ranks.

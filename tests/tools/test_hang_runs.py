@@ -108,7 +108,7 @@ def test_the_job_that_is_shown_without_a_choice(case: str, tmp_path: Path, print
         assert f"    {other * 8}  " in text and f"python train_{other}.py" in text
         run(place, "--job", other * 8)
         assert f"train_{other}.py (" in printed()[0]
-    assert ("(2 ranks) ended without an exception" in text) == (code == 0 and "that run" not in case)
+    assert ("(rank 0 of 2) ended without an exception" in text) == (code == 0 and "that run" not in case)
 
 
 def test_names_are_shortened_to_what_no_other_job_begins_with(tmp_path: Path, printed: Printed) -> None:

@@ -58,7 +58,7 @@ def rows_of_pynccl() -> list[str]:
 
 def rows_of_communicator() -> list[str]:
     rows = []
-    for name in sorted(name for name in dir(Communicator) if not name.startswith("_")):
+    for name in sorted(name for name in dir(Communicator) if not name.startswith("_") and hasattr(Communicator, name)):
         value = inspect.getattr_static(Communicator, name)
         if isinstance(value, property):
             rows.append(f"property Communicator.{name}{' (settable)' if value.fset else ''}")

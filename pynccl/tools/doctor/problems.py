@@ -10,7 +10,7 @@ from importlib import metadata
 
 from ...bindings.errors import NcclInvalidUsage
 from ...bindings.installed import conflict, pip
-from ...bindings.values import did_you_mean
+from ...bindings.values import closest, did_you_mean
 from ...comm.base import check_enabled
 from .findings import Findings, Wheel
 
@@ -120,7 +120,7 @@ def _request_problems(found: Findings) -> Iterator[Problem]:
     unset = "unset PYNCCL_LIBRARY" + (", to use the host library on the CPU" if no_gpu else "")
     if library["error"] is not None and asked != "nccl":
         reason = reason_lines(library["error"])[0].removeprefix(f"PYNCCL_LIBRARY={asked}: ")
-        meant = did_you_mean(asked, ("host",) if no_gpu else ("host", "nccl"))[len("did you mean ") : -1]
+        meant = closest(asked, ("host",) if no_gpu else ("host", "nccl"))
         unset += "" if no_gpu else ", or set it to the path of a libnccl.so.2"
         yield Problem(
             "library-unusable",

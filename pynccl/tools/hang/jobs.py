@@ -13,7 +13,7 @@ from typing import Any
 from ...bindings.values import counted
 from ...watch import folder, reader
 from ...watch.findings import Priority
-from ...watch.formatting import clean
+from ...watch.formatting import clean, ranks_text
 from ...watch.layout import printable
 from ...watch.records import DEAD, RUNNING, STOPPED, ProcessRecord, from_json
 from ...watch.verdict import Verdict, judge
@@ -50,8 +50,8 @@ class Job:
 
     @functools.cached_property
     def verdict(self) -> Verdict:
-        if self.exited:  # the others of its ranks may have no record any more
-            text = f"the job has ended without an exception: {counted(self.ranks, 'rank')}."
+        if self.exited:
+            text = f"the job has ended without an exception: {self.known_ranks}."
             return Verdict("finished", Priority.CONSEQUENCE, text)
         return judge(self.processes, min_wait=self._min_wait)
 
@@ -62,9 +62,12 @@ class Job:
         return MIN_WAIT if any(process.state == RUNNING for process in self.processes) else 0.0
 
     @property
-    def ranks(self) -> int:
-        """Number of ranks of its largest communicator, or of its known processes."""
-        return max([len(self.processes), *(comm.size for process in self.processes for comm in process.comms)])
+    def known_ranks(self) -> str:
+        """Its ranks, for messages: "4 ranks", or "ranks 0 and 1 of 4" if there are records of these."""
+        comms = [comm for process in self.processes for comm in process.comms]
+        size = max((comm.size for comm in comms), default=len(self.processes))
+        known = {comm.rank for comm in comms if comm.size == size}
+        return f"{ranks_text(known)} of {size}" if 0 < len(known) < size else counted(size, "rank")
 
     @property
     def order(self) -> tuple[bool, bool, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import textwrap
 import time
 from collections.abc import Iterator, Sequence
@@ -36,7 +37,7 @@ def text(
     """
     if job.exited:  # nothing else is known of it
         name, ago = _program(job) or clean(job.name, 80), seconds(time.time() - job.last_seen)
-        text = f"{name} ({_count(range(job.ranks), 'rank')}) ended without an exception {ago} ago."
+        text = f"{name} ({job.known_ranks}) ended without an exception {ago} ago."
         parts = [_wrapped(text), unread(problems), _other_jobs(job, others)]
         return "\n\n".join("\n".join(part) for part in parts if part)
     processes = sorted(job.processes, key=lambda process: (table.rank_of(process), process.host, process.pid))
@@ -154,7 +155,7 @@ def _other_jobs(job: Job, others: Sequence[Job]) -> list[str]:
     if not others:
         return []
     some, first = others[:MAX_OTHER_JOBS], clean(others[0].short_name([job, *others]), 80)
-    shows = f"--job {first} shows " + ("it" if len(others) == 1 else "the first")
+    shows = f"--job {shlex.quote(first)} shows " + ("it" if len(others) == 1 else "the first")
     shows += ", --list lists all" if len(others) > len(some) else ""
     return [f"{_count(others, 'other job')}; {shows}:", *(INDENT + row for row in listed(some, [job, *others]))]
 
