@@ -41,6 +41,7 @@ _INSTEAD = {
     "list": f"its tensors one by one; {_TAKE_LISTS}",
     "tuple": f"its tensors one by one; {_TAKE_LISTS}",
     "ProcessGroup": "pynccl.Communicator.from_process_group(group)",
+    "DeviceMesh": "pynccl.Communicator.from_process_group(mesh[dimension])",
     "NoneType": "pynccl.init()",
     "Proxy": "a tensor to torch.fx.experimental.proxy_tensor.make_fx or torch.export, which trace with tensors",
 }

@@ -59,13 +59,22 @@ def no_attribute(owner: Any, name: str, calls: Mapping[str, str] = CALLS, method
     """Return the AttributeError for `name`, with what to use if it is one of `calls`, or a method of a communicator.
 
     Python adds its own "Did you mean" to an error that has the object. So an error has one hint or the other."""
-    if name not in calls and not name.startswith("_") and name in dir(methods):
-        calls = {name: f"comm.{name} of a communicator, as pynccl.init() returns"}
+    function, method = same_letters(name, dir(owner)), same_letters(name, dir(methods))
+    if name not in calls and method and not function:
+        calls = {name: f"comm.{method} of a communicator, as pynccl.init() returns"}
     what = f"module {owner.__name__!r}" if isinstance(owner, ModuleType) else f"{type(owner).__name__!r} object"
     text = f"{what} has no attribute {name!r}"
     if name in calls:
         return AttributeError(f"{text}; use {calls[name]}; {PAGE}", name=name, obj=None)
+    if function:  # Python would suggest AllReduce for allreduce
+        return AttributeError(f"{text}. Did you mean: {function!r}?", name=name, obj=None)
     return AttributeError(text, name=name, obj=owner)
+
+
+def same_letters(name: str, names: Collection[str]) -> str:
+    """Return that of the public, lower-case `names` which differs from `name` in "_" and capitals at most; "": none."""
+    letters = name.replace("_", "").lower()
+    return next((each for each in names if each.islower() and each[0] != "_" and each.replace("_", "") == letters), "")
 
 
 class NotHere:

@@ -164,6 +164,7 @@ def test_dir_help_and_star_imports_of_public_modules_have_the_public_names_only(
 # A wrong attribute -> the end of the line that Python prints if nobody catches the error.
 WRONG_ATTRIBUTES = {
     "ad.all_reduc": "'pynccl_autograd' has no attribute 'all_reduc'. Did you mean: 'all_reduce'?",
+    "ad.allreduce": "'pynccl_autograd' has no attribute 'allreduce'. Did you mean: 'all_reduce'?",
     "ad.rng.sed": "'pynccl_autograd.rng' has no attribute 'sed'. Did you mean: 'seed'?",
     "pynccl.creat_stream": "'pynccl' has no attribute 'creat_stream'. Did you mean: 'create_stream'?",
     "pynccl.progress.ovr": "'pynccl.progress' has no attribute 'ovr'. Did you mean: 'over'?",

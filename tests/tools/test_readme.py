@@ -40,8 +40,9 @@ ENVIRONMENT = {**os.environ, "COLUMNS": "100", "PYNCCL_LIBRARY": "host", "OMP_NU
 def test_the_report_of_the_job_that_hangs_is_what_hang_prints(tmp_path: Path) -> None:
     """Of the page's program with torch.distributed, in which rank 1 sleeps before its last step."""
     (program,) = (block.text for block in BLOCKS if 'init_process_group("pynccl")' in block.text)
-    sleep = "    if step == 2 and dist.get_rank() == 1: __import__('time').sleep(100)\n"
-    (tmp_path / "example.py").write_text(program.replace("    model(", f"{sleep}    model("))
+    sleep = re.search(r"With `(.*sleep.*?)` above `model", README.read_text())
+    assert sleep
+    (tmp_path / "example.py").write_text(program.replace("    model(", f"    {sleep[1]}\n    model("))
     shown = re.search(r"^    (rank 1 never .*\n)    ( .*\n)    (rank 1: .*\n)", README.read_text(), re.MULTILINE)
     assert shown
     environment = {**ENVIRONMENT, "PYNCCL_WATCH_DIR": str(tmp_path / "watch")}

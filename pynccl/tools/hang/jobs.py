@@ -21,6 +21,7 @@ from . import torch_dumps
 
 MIN_WAIT = 2.0  # seconds; shorter waits are normal in a running job
 MIN_WAIT_IN_DUMP = 10.0  # torch takes seconds to write a dump, whose time is that of its file
+_MAX_NAMES = 5  # of jobs, in an error
 _LONG, _SHORT = 24, 8  # characters of a name that is shortened, and of the shortest one that replaces it
 
 
@@ -136,9 +137,9 @@ def _chosen(found: Sequence[Job], name: str | None) -> Job:
     alike = [job for job in found if job.name.startswith(name)]
     if len(alike) == 1:
         return alike[0]
-    names = "\n".join(clean(job.name) for job in alike or found)
+    some = [clean(job.short_name(found)) for job in (alike or found)[:_MAX_NAMES]]
     wrong = "several jobs begin with this" if alike else "no such job"
-    raise NothingFoundError(f"--job {name}: {wrong}; expected one of\n{names}")
+    raise NothingFoundError(f"--job {name}: {wrong}; --list shows all, such as\n" + "\n".join(some))
 
 
 def read(places: Sequence[str]) -> tuple[list[Job], list[str]]:
