@@ -60,6 +60,9 @@ def programs(page: Path) -> list[str]:
     return [pages.program(page, one) for one in here]
 
 
+UNRELATED = (ResourceWarning, FutureWarning)  # of files; of torch, whose function README compares
+
+
 def run_page(comm: Communicator, name: str, folder: str, ports: list[int]) -> tuple[list[str], list[str]]:
     """What each program prints, and the warnings, run as torchrun would launch it; its pynccl.init() finds the ranks of
     `comm`. A port for each: the store of the one before may still be served."""
@@ -82,7 +85,7 @@ def run_page(comm: Communicator, name: str, folder: str, ports: list[int]) -> tu
                     if dist.is_initialized():
                         dist.destroy_process_group()
             said.append(printed.getvalue())
-    return said, [str(each.message) for each in warned if not issubclass(each.category, ResourceWarning)]
+    return said, [str(each.message) for each in warned if not issubclass(each.category, UNRELATED)]
 
 
 def again(comm: Communicator, store: str, elastic: bool = False, **_: Any) -> Communicator:

@@ -56,7 +56,7 @@ def test_each_run_has_a_name_that_selects_it() -> None:
         assert chosen(found, job.name) is job
     assert chosen(found, "job@3") is found[0]
     for name in ("job@4", "other"):
-        with pytest.raises(NothingFoundError, match=f"{name}: no such job; expected one of\njob\njob@2"):
+        with pytest.raises(NothingFoundError, match=f"{name}: no such job; --list shows all, such as\njob\njob@2"):
             chosen(found, name)
 
 
@@ -119,7 +119,7 @@ def test_names_are_shortened_to_what_no_other_job_begins_with(tmp_path: Path, pr
     rows = printed()[0].splitlines()[1:]
     assert [row.split()[0] for row in rows] == ["aaaaaaaa-9b08-4e43-0-h", "aaaaaaaa-9b08-4e43-0-o"]
     assert run(place, "--job", "aaaaaaaa") == 2
-    assert "several jobs begin with this; expected one of" in printed()[1]
+    assert "several jobs begin with this; --list shows all, such as" in printed()[1]
 
 
 def test_this_process_was_started_before_now() -> None:
