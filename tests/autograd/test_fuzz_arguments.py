@@ -53,7 +53,8 @@ def public() -> Iterator[tuple[str, Any]]:
         if isinstance(kind, type) and issubclass(kind, ad.nn.Operation) and kind is not ad.nn.Operation:
             yield name, kind
     for kind in CLASSES:
-        yield from ((name, getattr(kind, name)) for name in dir(kind) if not name.startswith("_"))
+        names = [name for name in dir(kind) if not name.startswith("_") and hasattr(kind, name)]
+        yield from ((name, getattr(kind, name)) for name in names)
 
 
 def is_called(name: str, value: Any) -> bool:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
 import torch
 from processes import HANG_SECONDS
 from ranks import HOST, Outcome, Place, RankPool
@@ -33,7 +34,9 @@ Kill = Callable[[], None]
 def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
     more = {"sockets": {"PYNCCL_HOST_TRANSPORT": "sockets"}, "PYNCCL_WATCH=off": {"PYNCCL_WATCH": "off"}}
     made = RankPool({**HOST, **more.get(request.param, {})}, communicators=False)
-    yield made
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranks, "GRACE_SECONDS", 60.0)  # the others go on after a death
+        yield made
     made.close()
 
 

@@ -158,12 +158,18 @@ BAD: list[Bad] = [
         (call, "TypeError: pass one tensor with the blocks of all ranks … docs/coming_from.md")
         for call in (
             lambda c: c.all_gather([zeros(4)] * 4, zeros(4)),
-            lambda c: c.all_gather(zeros(16).chunk(4), zeros(4)),
             lambda c: c.reduce_scatter(zeros(4), [zeros(4)] * 4),
             lambda c: c.all_to_all([zeros(4)] * 4, [zeros(4)] * 4),
             lambda c: c.gather(zeros(4), [zeros(4)] * 4, root=1),
             lambda c: c.scatter(zeros(4), [zeros(4)] * 4, root=1),
             lambda c: c.all_gather_v([zeros(4)] * 4, counts=[4] * 4),
+        )
+    ],
+    *[
+        (call, "TypeError: pass one tensor (torch.cat), or each in a `with pynccl.group():`; see docs/coming_from.md")
+        for call in (
+            lambda c: c.all_gather(zeros(16).chunk(4), zeros(4)),
+            lambda c: c.all_reduce((zeros(4), zeros(4))),
         )
     ],
     (lambda c: c.all_gather_into_tensor, "AttributeError: use comm.all_gather(send, recv); see docs/coming_from.md"),  # type: ignore[attr-defined]
