@@ -125,10 +125,11 @@ def test_scripts_and_modules_that_commands_name_are_there() -> None:
                 assert module in TOOLS, f"{page.name}:{number}: {text}"
 
 
-# Not run below: what needs a GPU, a package index, SLURM or another machine, and what other files here run.
+# Not run below: what needs a GPU, a package index, Ray, SLURM or another machine; what other files here run; reports.
 ELSEWHERE = (
     r"make|pip |srun|sbatch|ssh |torchrun --standalone( --local-addr\S+)?$|scripts/|.*scripts/(examples|gpu|timeline)"
-    r"|.*-m pynccl (explain|hang)|.*elastic_start|.*bench/(overhead.py|overlap.py|scale.py)|.* (example|overlap).py$"
+    r"|.*-m pynccl (explain|hang)|.*elastic_start|.*ray_actors|.*ended without|.* (example|overlap).py$"
+    r"|.*bench/(overhead.py|overlap.py|scale.py)"
 )
 SHORTER = {
     "perf$": "perf --help",
