@@ -196,7 +196,7 @@ def _remove() -> None:
     if any(record.state in (RUNNING, STOPPED) for record in others):
         return
     good = [record for record in others if record.ending == ProcessEnd.CLEAN]
-    failed = [record for record in others if record not in good]
+    failed = [record for record in others if record.ending != ProcessEnd.CLEAN]
     uids = set[str]().union(*(record.uids() for record in good))
     if good and not any(record.uids() & uids for record in failed):  # else the failure is what hang shows
         import json
