@@ -6,16 +6,22 @@ round of median length. The times, serial and overlapped, are the medians of tha
 difference / min(T_comm, T_mm), where T_comm and T_mm are the times that the serial pass spends on communication and
 matmuls. Exposed communication is hatched.
 
+With --device cuda there is no link: two ranks communicate over what connects their GPUs, or share one and use a socket
+(under scripts/gpu/under_mps.py, else they take turns). Without matplotlib there, write the times to a .pickle file with
+--out, and draw it elsewhere with --load.
+
 To trace a full program for ui.perfetto.dev, use ad.trace.
 
 examples:
   python scripts/timeline.py --pattern row_backward --tokens 64 --rounds 1 --out out/small.svg
   python scripts/timeline.py  # long
+  python scripts/gpu/under_mps.py python scripts/timeline.py --device cuda --hidden 32768 --tokens 16384  # long: GPU
 """
 
 from __future__ import annotations
 
 import argparse
+import pickle
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -34,7 +40,7 @@ from pynccl_autograd import OverlapConfig
 from pynccl_autograd.overlap import lanes
 from pynccl_autograd.overlap.report import Interval, Operation, recording
 
-RANKS, CHUNKS, WIDTH, HIDDEN = 2, 4, 512, 2048
+RANKS, CHUNKS, WIDTH = 2, 4, 512
 MATMUL_SECONDS = 0.04  # duration of one forward matmul if --tokens is not given
 # Pass -> function, whether to run its backward pass, how often it moves a tensor [tokens, width]
 PASSES = {
@@ -77,37 +83,42 @@ class Comparison(NamedTuple):
         return serial, overlapped, (serial - overlapped) / min(t_comm, t_mm)
 
 
-def run(rank: int, names: Sequence[str], tokens: int | None, rounds: int) -> list[Comparison]:
+def run(rank: int, options: argparse.Namespace) -> list[Comparison]:
     """Measure the passes on one rank."""
-    if tokens is None:
-        tokens = max(1, round(MATMUL_SECONDS / matmul_seconds(512) * 16)) * 16 * RANKS
-    return [compare(name, tokens, rounds) for name in progress.over(names, "measuring", "pass", own=rank == 0)]
+    if options.tokens is None:
+        options.tokens = max(1, round(MATMUL_SECONDS / matmul_seconds(512, options) * 16)) * 16 * RANKS
+    return [compare(name, options) for name in progress.over(options.pattern, "measuring", "pass", own=rank == 0)]
 
 
-def matmul_seconds(tokens: int) -> float:
+def matmul_seconds(tokens: int, options: argparse.Namespace) -> float:
     """Measure the forward matmul. All other matmuls of a pass have the same size."""
-    x, w = torch.randn(tokens, WIDTH), torch.randn(HIDDEN // RANKS, WIDTH)
+    x, w = (torch.randn(size, WIDTH, device=options.device) for size in (tokens, options.hidden // RANKS))
     return undisturbed(lambda: x @ w.t())
 
 
-def compare(name: str, tokens: int, rounds: int) -> Comparison:
+def compare(name: str, options: argparse.Namespace) -> Comparison:
     """Record the rounds of a pass, serial and overlapped, without the first round, which warms up."""
     function, backward, moves = PASSES[name]
-    steps = moves * (RANKS - 1)
-    nbytes = steps / RANKS * tokens * WIDTH * torch.float32.itemsize
-    with linked(link_for(matmul_seconds(tokens) * (1 + backward), steps, nbytes)) as comm:
-        serial = step_of(function, backward, tokens, comm, OverlapConfig("bulk"))
-        overlapped = step_of(function, backward, tokens, comm, OverlapConfig("slices", CHUNKS))
-        pairs = [(on_one_stream(serial), recorded(overlapped)) for _ in range(rounds + 1)][1:]
+    link, device = "", torch.empty(0, device=options.device).device
+    if options.device == "cpu":
+        steps = moves * (RANKS - 1)
+        nbytes = steps / RANKS * options.tokens * WIDTH * torch.float32.itemsize
+        link = link_for(matmul_seconds(options.tokens, options) * (1 + backward), steps, nbytes)
+    with linked(link, device) as comm:
+        serial = step_of(function, backward, options, comm, OverlapConfig("bulk"))
+        overlapped = step_of(function, backward, options, comm, OverlapConfig("slices", CHUNKS))
+        pairs = [(on_one_stream(serial), recorded(overlapped)) for _ in range(options.rounds + 1)][1:]
     return Comparison(name, [first for first, _ in pairs], [second for _, second in pairs])
 
 
-def step_of(function: str, backward: bool, tokens: int, comm: Communicator, config: OverlapConfig) -> Step:
+def step_of(
+    function: str, backward: bool, options: argparse.Namespace, comm: Communicator, config: OverlapConfig
+) -> Step:
     """Return a function that runs the pass once. For a backward pass, the forward pass runs here and is not drawn."""
-    layer, inner = getattr(ad, function), HIDDEN // RANKS
+    layer, inner, tokens = getattr(ad, function), options.hidden // RANKS, options.tokens
     n, k = (WIDTH, inner) if function.startswith("matmul_") else (inner, WIDTH)
     rows = tokens // RANKS if function == "all_gather_matmul" else tokens
-    x, w = torch.randn(rows, k, requires_grad=True), torch.randn(n, k, requires_grad=True)
+    x, w = (torch.randn(size, k, requires_grad=True, device=comm.device) for size in (rows, n))
     if not backward:
         return lambda: layer(x, w, comm, overlap=config)
     y = layer(x, w, comm, overlap=config)
@@ -123,11 +134,12 @@ def recorded(step: Step) -> Operation:
 
 def on_one_stream(step: Step) -> Operation:
     """Run everything on the caller's stream, in the order of issue. The lane "comm" only labels communication."""
-
-    def caller_only(of: lanes.Lanes, *_: Any) -> list[lanes.Lane]:
-        return [lanes.Lane("main", of), lanes.Lane("comm", of)]
-
     original: Any = lanes.make_lanes
+
+    def caller_only(*given: Any) -> list[lanes.Lane]:
+        main = original(*given)[0]
+        return [main, type(main)("comm", main.lanes, main.stream)]
+
     lanes.make_lanes = caller_only  # type: ignore[assignment]
     try:
         return recorded(step)
@@ -234,15 +246,30 @@ def described(comparison: Comparison) -> str:
 
 def main() -> None:
     options = arguments()
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise ImportError("matplotlib is not installed: pip install matplotlib") from None
-    found: list[Comparison] = run_ranks(RANKS, run, options.pattern, options.tokens, options.rounds)
-    draw(found, options.out)
+    is_drawn = options.out.suffix != ".pickle"
+    if is_drawn:
+        try:
+            import matplotlib  # noqa: F401
+        except ImportError:
+            raise ImportError("matplotlib is not installed: pip install matplotlib") from None
+    found: list[Comparison] = (
+        loaded(options.load) if options.load else run_ranks(RANKS, run, options, device=options.device)
+    )
+    if is_drawn:
+        draw(found, options.out)
+    else:
+        options.out.write_bytes(pickle.dumps(found))
     for comparison in found:
         print(f"{comparison.name:24} {described(comparison)}")
     print(f"wrote {options.out}")
+
+
+def loaded(path: Path) -> list[Comparison]:
+    try:
+        found: list[Comparison] = pickle.loads(path.read_bytes())
+    except (pickle.UnpicklingError, EOFError, AttributeError, ValueError) as error:
+        raise ValueError(f"--load {path}: not a file that --out has written: {error}") from None
+    return found
 
 
 def arguments() -> argparse.Namespace:
@@ -250,14 +277,22 @@ def arguments() -> argparse.Namespace:
     names = f"passes to draw: {', '.join(PASSES)} (default {' '.join(DEFAULT)})"
     parser.add_argument("--pattern", nargs="+", choices=tuple(PASSES), default=DEFAULT, metavar="NAME", help=names)
     parser.add_argument("--rounds", type=command.integer(1), default=7, help="repetitions (%(default)s)")
-    tokens = "total rows of comparison ranks (default: a matmul takes 40 ms)"
+    tokens = "total rows of both ranks (default: a matmul takes 40 ms)"
     parser.add_argument("--tokens", type=command.integer(1), help=tokens)
+    parser.add_argument("--hidden", type=command.integer(1), default=2048, help="features of both ranks (%(default)s)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the layers are (%(default)s)")
+    parser.add_argument("--load", type=Path, metavar="FILE", help="draw the times in this file instead of measuring")
     parser.add_argument("--out", type=command.output_file, default="out/timeline.png", help="picture (%(default)s)")
     options = parser.parse_args()
-    if options.tokens and options.tokens % RANKS:
-        parser.error(f"--tokens is {options.tokens}, expected a multiple of {RANKS} ranks")
-    if options.out.suffix not in (".png", ".svg", ".pdf"):
-        parser.error(f"--out is {options.out}, expected a file name ending in .png, .svg or .pdf")
+    for name in ("tokens", "hidden"):
+        if (value := getattr(options, name)) and value % RANKS:
+            parser.error(f"--{name} is {value}, expected a multiple of {RANKS} ranks")
+    if options.device == "cuda" and not torch.cuda.device_count():
+        parser.error(f"--device cuda: torch {torch.__version__} finds no GPU; use --device cpu")
+    if options.load and not options.load.is_file():
+        parser.error(f"--load {options.load}: no such file; write one with --out {options.load}")
+    if options.out.suffix not in (".png", ".svg", ".pdf", ".pickle"):
+        parser.error(f"--out is {options.out}, expected a file name ending in .png, .svg, .pdf or .pickle")
     return options
 
 

@@ -19,11 +19,14 @@ T_x that of x. A case runs as many rounds as fit into 12 seconds, at least 4 and
 calls are repeated for about 20 ms, at most 5 times.
 
 Communication runs over a simulated link (PYNCCL_HOST_LINK), whose bandwidth is chosen for each case so that T_comm is
---balance times T_mm, or over none.
+--balance times T_mm, or over none. On GPUs it runs over what connects them, and times last until the GPU is done. Ranks
+share a GPU if there are too few: they communicate through a socket, and take turns unless scripts/gpu/under_mps.py runs
+this script. --hidden then sets the balance.
 
 examples:
   python scripts/bench/overlap.py --rows 16 --balance 1 none --width 8 --hidden 12 --rounds 3
-  python scripts/bench/overlap.py --markdown  # 16 cases, ten minutes on two cores
+  python scripts/bench/overlap.py --markdown  # long: 16 cases, ten minutes on two cores
+  python scripts/gpu/under_mps.py python scripts/bench/overlap.py --device cuda --hidden 32768  # long; needs a GPU
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ import itertools
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,7 +44,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.nn.functional as F
-from bench.ranks import columns, link_for, linked, measure, rounds_of, run_ranks, slowest, surroundings, undisturbed
+from bench.ranks import columns, completed, link_for, linked, rounds_of, run_ranks, slowest, surroundings, undisturbed
 from torch import Tensor, nn
 
 import pynccl_autograd as ad
@@ -122,17 +126,19 @@ class _Measurement:
 
     def __init__(self, case: Case, options: argparse.Namespace) -> None:
         self.case, self.options = case, options
+        randn = partial(torch.randn, device=options.device)  # on the current GPU
         self.local_rows, inner = case.rows // options.ranks, options.hidden // options.ranks
         self.column = case.layer == "column"
         n, k = (inner, options.width) if self.column else (options.width, inner)
-        self.x = torch.randn(self.local_rows if self.column else case.rows, k).requires_grad_(case.backward)
-        self.gy = torch.randn(case.rows if self.column else self.local_rows, n)
-        self.weight = nn.Parameter(torch.randn(n, k) * k**-0.5)
-        self.full_x, self.full_gy = torch.randn(case.rows, k), torch.randn(case.rows, n)
+        self.x = randn(self.local_rows if self.column else case.rows, k).requires_grad_(case.backward)
+        self.gy = randn(case.rows if self.column else self.local_rows, n)
+        self.weight = nn.Parameter(randn(n, k) * k**-0.5)
+        self.full_x, self.full_gy = randn(case.rows, k), randn(case.rows, n)
+        self.shard, self.full = randn(self.local_rows, options.width), randn(case.rows, options.width)
 
     def result(self) -> Result:
         case = self.case
-        with linked(self._link()) as comm:
+        with linked(self._link(), self.x.device) as comm:
             auto = self._layer(comm, "auto")
             steps: dict[str, Step] = {name: self._step(self._layer(comm, fixed)) for name, fixed in FIXED.items()}
             steps |= {"off again": steps["off"], "plain": self._step(self._plain(comm)), "auto": self._step(auto)}
@@ -152,7 +158,7 @@ class _Measurement:
     def _layer(self, comm: Communicator, overlap: Any) -> nn.Module:
         kind: Any = ad.ColumnParallelLinear if self.column else ad.RowParallelLinear
         sizes = (self.options.width, self.options.hidden)[:: 1 if self.column else -1]
-        layer: nn.Module = kind(*sizes, comm, bias=False, sequence_parallel=True, overlap=overlap, device="cpu")
+        layer: nn.Module = kind(*sizes, comm, bias=False, sequence_parallel=True, overlap=overlap)
         layer.weight = self.weight
         return layer
 
@@ -181,13 +187,12 @@ class _Measurement:
 
     def _collectives(self, comm: Communicator) -> Callable[[], None]:
         """Return a function that runs the collectives of the case, on separate tensors."""
-        shard, full = torch.randn(self.local_rows, self.options.width), torch.randn(self.case.rows, self.options.width)
 
         def call() -> None:
             if self.column or self.case.backward:
-                comm.all_gather(shard, full)
+                comm.all_gather(self.shard, self.full)
             if not self.column or self.case.backward:
-                comm.reduce_scatter(full, shard)
+                comm.reduce_scatter(self.full, self.shard)
 
         return call
 
@@ -212,10 +217,10 @@ def check_equal(what: str, steps: Mapping[str, Step]) -> None:
 
 def _timed(calls: Mapping[str, Callable[[], Any]], max_rounds: int) -> dict[str, list[float]]:
     """Return seconds per call of each round, with as many rounds and calls as time allows. All calls have warmed up."""
-    seconds = slowest(min(measure(calls["off"]) for _ in range(3)))
+    seconds = slowest(min(completed(calls["off"]) for _ in range(3)))
     batch = max(1, min(MAX_CALLS, round(BATCH_SECONDS / seconds)))
     rounds = max(MIN_ROUNDS, int(SECONDS / (len(calls) * batch * seconds)))
-    return rounds_of(calls, min(rounds, max_rounds), batch)
+    return rounds_of(calls, min(rounds, max_rounds), batch, completed)
 
 
 # ------------------------------------------------------------------------------------------------------------- tables
@@ -272,7 +277,7 @@ def _bound(what: str, max_: float, found: Sequence[Result], figure: Callable[[Re
 def main() -> None:
     options = _arguments()
     sizes = itertools.product(options.rows, options.layer, (False, True), options.balance)
-    found = run_ranks(options.ranks, run, [Case(*one) for one in sizes], options)
+    found = run_ranks(options.ranks, run, [Case(*one) for one in sizes], options, device=options.device)
     print("\n\n".join(columns(lines, options.markdown) for lines in (case_lines(found), bound_lines(found))))
     print(f"\n{sum(one.tells for one in found)} of {len(found)} cases can tell.")
     figures = f"{options.ranks} ranks, width {options.width}, hidden {options.hidden}"
@@ -291,13 +296,19 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rows", type=positive, nargs="+", default=[256, 1024], help=rows)
     layers = "layers to measure (both)"
     parser.add_argument("--layer", nargs="+", choices=("column", "row"), default=["column", "row"], help=layers)
-    parser.add_argument("--balance", type=_balance, nargs="+", default=[1.0, None], metavar="RATIO",
-                        help="T_comm / T_mm of the simulated link, or none (1 none)")  # fmt: skip
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the layers are (%(default)s)")
+    parser.add_argument("--balance", type=_balance, nargs="+", metavar="RATIO",
+                        help="T_comm / T_mm of the simulated link, or none (1 none; on cuda: none)")  # fmt: skip
     parser.add_argument("--rounds", type=positive, default=51, help="maximum number of rounds per case (%(default)s)")
     parser.add_argument("--width", type=positive, default=1024, help="input and output features (%(default)s)")
     parser.add_argument("--hidden", type=positive, default=4096, help="features between the layers (%(default)s)")
     parser.add_argument("--markdown", action="store_true", help="print Markdown tables for docs/")
     options = parser.parse_args()
+    if options.device == "cuda" and options.balance not in (None, [None]):
+        parser.error("--balance is for the simulated link of the CPU; with --device cuda, choose --rows and --hidden")
+    if options.device == "cuda" and not torch.cuda.device_count():
+        parser.error(f"--device cuda: torch {torch.__version__} finds no GPU; use --device cpu")
+    options.balance = options.balance or ([1.0, None] if options.device == "cpu" else [None])
     for name, value in (*(("rows", rows) for rows in options.rows), ("hidden", options.hidden)):
         if value % options.ranks:
             parser.error(f"--{name} is {value}, expected a multiple of {options.ranks} ranks")

@@ -30,11 +30,12 @@ class Variant(NamedTuple):
     names: dict[str, Any]  # globals of the statement
     calls: int = 1  # number of calls that the statement makes
     reaches_stub: bool = True
+    before: Any = "pass"  # run before each measurement
 
     def seconds(self, calls: int) -> float:
         """Return seconds per call, measured over about `calls` calls."""
         times = max(calls // self.calls, 1)
-        return timeit.Timer(self.statement, globals=self.names).timeit(times) / (times * self.calls)
+        return timeit.Timer(self.statement, self.before, globals=self.names).timeit(times) / (times * self.calls)
 
 
 def measure(variants: list[Variant], rounds: int, calls: int) -> dict[str, list[float]]:

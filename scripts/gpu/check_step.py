@@ -33,26 +33,35 @@ OUTPUT_CHARACTERS = 5000
 
 @dataclass
 class Step:
-    """A command. ranks: number of processes with RANK set; 0: one without. seconds: on one H200, start included."""
+    """A command of Python.
+
+    ranks    number of processes with RANK set; 0: one without
+    seconds  on one H200, start included
+    lane     steps of a lane run one after the other, beside those of other lanes; "": by the number of ranks
+    under    words before those of Python
+    needs    a program; where there is none, the step is skipped
+    tests    ids of the tests to run; None: all"""
 
     name: str
     ranks: int
     seconds: float
     command: list[str]
     env: dict[str, str] = field(default_factory=dict)
-    alone: bool = False  # it measures
-    tests: list[str] | None = None  # ids of the tests to run; None: all
+    lane: str = ""
+    under: list[str] = field(default_factory=list)
+    needs: str = ""
+    tests: list[str] | None = None
 
     @property
     def is_pytest(self) -> bool:
         return PLUGIN in self.command
 
 
-def pytest_step(name: str, ranks: int, seconds: float, file: str, alone: bool = False, **env: str) -> Step:
+def pytest_step(name: str, ranks: int, seconds: float, file: str, lane: str = "", **env: str) -> Step:
     """Return a step that runs a test file, without other plugins. Output is not captured: it survives a killed rank."""
     options = ["-v", "-s", "--tb=short", "-o", "addopts=", "-p", "no:cacheprovider", "-p", PLUGIN]
     env["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    return Step(name, ranks, seconds, ["-m", "pytest", file, *options], env, alone)
+    return Step(name, ranks, seconds, ["-m", "pytest", file, *options], env, lane)
 
 
 @dataclass
@@ -193,7 +202,7 @@ class StepRun:
             env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         if ranks > gpus:
             env |= {"PYNCCL_SHARE_GPU": "1"}
-        words, env = [sys.executable, *self.step.command], env | self.step.env
+        words, env = [*self.step.under, sys.executable, *self.step.command], env | self.step.env
         with self.log(rank).open("wb") as log:
             return subprocess.Popen(
                 words, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True

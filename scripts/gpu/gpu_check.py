@@ -1,8 +1,10 @@
 """Run all checks that need a GPU in one call of at most 9 minutes; then, with --failed, those again that failed.
 
 A step is one test file on one number of ranks, or a command: doctor; reach (whether two ranks reach each other);
-train.py --check; PYNCCL_CHECK=1; perf compared with torch. Ranks share GPUs if there are too few. Steps with one rank
-run beside those with several; then come, alone, the steps that measure.
+train.py --check; PYNCCL_CHECK=1; perf compared with torch; tests under compute-sanitizer; the host time of calls and of
+training steps; the same and overlap for two ranks that share a GPU under CUDA's Multi-Process Service; tests of the
+host library on a machine with a GPU. Ranks share GPUs if there are too few. Steps with one rank, those with several,
+and those that mostly wait run beside each other; then come, alone, the steps that measure.
 
 After each test, its ranks meet. A rank that does not come is killed with its step, its test is marked hung, and the
 step starts again with the tests that are left. It also starts again after a test that failed on some ranks only, as
@@ -28,6 +30,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import resource
+import shutil
 import signal
 import sys
 import tempfile
@@ -39,19 +42,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from check_report import Report, Result, ends_of, read
 from check_step import AFTER, BEFORE, ROOT, Setting, Step, StepRun, pytest_step
+from under_mps import CONTROL
 
 from pynccl.bindings.library import gpu_count, gpu_problem
 from pynccl.tools import command
 
+GOOD = ("passed", "skipped")  # outcomes
 BUDGET_SECONDS = 540.0  # of the 600 that a command may take
 SPARE_SECONDS = 75.0  # the limit of a step above its usual time: a hung test, and a second start
 PERF = ["-m", "pynccl", "perf", "all_reduce", "-f", "4", "-c", "1", "-b", "8", "-e"]
 
-# tests/gpu/test_gpu_*.py: seconds by number of ranks, on one H200, start included (training, survivors: guessed).
+# tests/gpu/test_gpu_*.py: seconds by number of ranks, on one H200, start included. Not measured yet: training,
+# survivors, lifetimes, and below memcheck, bench, mps and suite.
 SECONDS: dict[str, dict[int, float]] = {
     "streams": {1: 20, 2: 17},
     "collectives": {1: 12, 2: 13, 4: 15},
-    "ends": {1: 160},
+    "ends": {1: 200},
     "autograd": {1: 15, 2: 18},
     "data_parallel": {1: 13, 2: 19},
     "training": {1: 13, 2: 19},
@@ -68,8 +74,13 @@ SECONDS: dict[str, dict[int, float]] = {
     "effects": {2: 15},
     "perf": {1: 23},
     "survivors": {1: 80},
+    "lifetimes": {1: 60},
 }
-ALONE = {"trace", "effects", "perf"}
+LANES = {"ends": "waits", "survivors": "waits", **dict.fromkeys(("trace", "effects", "perf", "lifetimes"), "alone")}
+MEMCHECKED = ("streams", "memory")
+SANITIZER = "compute-sanitizer"
+MPS = [sys.executable, "scripts/gpu/under_mps.py"]
+SUITE = ["-m", "pytest", "-o", "addopts=", "-n", "8", "--dist", "worksteal", "-m", "not slow", "-q", "tests/binding"]
 
 
 def steps_of(work: Path, gpus: int) -> list[Step]:
@@ -79,14 +90,48 @@ def steps_of(work: Path, gpus: int) -> list[Step]:
         Step("doctor", 0, 12, ["-m", "pynccl", "doctor"]),
         Step("reach", 2, 15, [*PERF, "64M"], {"NCCL_DEBUG": "INFO"}),
         *(
-            pytest_step(f"{name}_{ranks}", ranks, seconds, files[name], name in ALONE)
+            pytest_step(f"{name}_{ranks}", ranks, seconds, files[name], LANES.get(name, ""))
             for name, row in SECONDS.items()
             for ranks, seconds in row.items()
         ),
         pytest_step("checked_2", 2, 15, files["collectives"], PYNCCL_CHECK="1"),
         *(train(work, ranks, dtype, gpus) for ranks, dtype in ((1, "float32"), (2, "float32"), (2, "bfloat16"))),
-        *(Step(f"perf_torch_{n}", n, 20, [*PERF, "128M", "--compare", "torch"], alone=True) for n in (1, 2)),
+        *(memcheck(name, files[name]) for name in MEMCHECKED),
+        *benches(gpus),
+        *(Step(f"perf_torch_{n}", n, 20, [*PERF, "128M", "--compare", "torch"], lane="alone") for n in (1, 2)),
+        Step("suite", 0, 150, SUITE, {"PYNCCL_LIBRARY": "host", "GPU_TESTS_LIBRARY": "nccl"}, "alone"),
     ]
+
+
+def memcheck(name: str, file: str) -> Step:
+    under = [SANITIZER, "--tool", "memcheck", "--error-exitcode", "99"]
+    return dataclasses.replace(pytest_step(f"memcheck_{name}", 1, 90, file, "many"), under=under, needs=SANITIZER)
+
+
+def benches(gpus: int) -> list[Step]:
+    """Return the steps that measure host times, and two ranks that share a GPU. On the CPU they are rehearsed."""
+    device, out = "cuda" if gpus else "cpu", out_folder()
+    backend = ["scripts/bench/torch_backend.py", "--device", device, "--only", "collectives", "steps", "--markdown"]
+    backend += ["--sizes", "16", "4194304", "--rounds", "9", "--ranks"]
+    shape = ["--device", device, "--hidden", "32768"] if gpus else ["--hidden", "64"]
+    rows = ["1024", "4096", "16384"] if gpus else ["16"]
+    overlap = ["scripts/bench/overlap.py", *shape, "--rows", *rows, "--layer", "column", "--rounds", "7", "--markdown"]
+    timeline = ["scripts/timeline.py", *shape, "--tokens", rows[-1], "--rounds", "5", "--out", f"{out}/timeline.pickle"]
+    reach = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2", *PERF, "8M"]
+    steps = [
+        Step("bench_calls", 0, 20, ["scripts/bench/host_time.py", "--markdown"]),
+        Step("bench_backend", 0, 60, [*backend, "1" if gpus else "2"]),
+    ]
+    if gpus < 2:  # else each of two ranks has a GPU
+        shared = [
+            ("reach", 20, reach),
+            ("backend", 60, [*backend, "2"]),
+            ("overlap", 120, overlap),
+            ("timeline", 25, timeline),
+        ]
+        under, needs = (MPS, CONTROL) if gpus else ([], "")
+        steps += [Step(f"mps_{name}", 0, seconds, words, under=under, needs=needs) for name, seconds, words in shared]
+    return [dataclasses.replace(step, lane="alone") for step in steps]
 
 
 def train(work: Path, ranks: int, dtype: str, gpus: int) -> Step:
@@ -105,8 +150,8 @@ def only_failed(steps: list[Step], results: list[Result]) -> list[Step]:
     again, ends = [], ends_of(results)
     for step in steps:
         own = [result for result in results if result.step == step.name]
-        bad = {result.test for result in own if result.outcome not in ("passed", "skipped")} - {"", BEFORE, AFTER}
-        if own and ends[step.name].outcome != "passed":
+        bad = {result.test for result in own if result.outcome not in GOOD} - {"", BEFORE, AFTER}
+        if own and ends[step.name].outcome not in GOOD:
             known = bad and ends[step.name].outcome == "failed"  # else it was cut off
             again.append(dataclasses.replace(step, tests=sorted(bad) if known else None))
     return again
@@ -128,31 +173,37 @@ def setting_of(report: Report, work: Path, gpus: int) -> Setting:
     link.parent.mkdir()
     link.symlink_to(ROOT / "autograd")
     env = {"PYNCCL_LIBRARY": "nccl", "OMP_NUM_THREADS": "1", "NCCL_DEBUG": "WARN", **os.environ}
+    env["PATH"] = f"{env.get('PATH', os.defpath)}:/usr/local/cuda/bin"
     env |= {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "COLUMNS": "200"}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(link.parent), *filter(None, [env.get("PYTHONPATH")])])
     return Setting(report, work, gpus, env)
 
 
 def run(steps: list[Step], setting: Setting, budget: float) -> bool:
-    """Run the steps with several ranks and those with one side by side, then the rest. Return whether all passed."""
+    """Run the lanes side by side, then the steps that run alone. Return whether all passed that could run here."""
     deadline = time.monotonic() + budget
     setting.report.add(*(Result(step.name, step.ranks, 0, "", "not run", "cut off") for step in steps))
-    lanes = [[step for step in steps if not step.alone and (step.ranks > 1) == many] for many in (True, False)]
+    lanes: dict[str, list[Step]] = {name: [] for name in ("many", "one", "waits", "alone")}
+    for step in steps:
+        lanes[step.lane or ("many" if step.ranks > 1 else "one")].append(step)
+    alone = lanes.pop("alone")
     with ThreadPoolExecutor(len(lanes)) as pool:
         try:
-            list(pool.map(lambda lane: run_lane(lane, setting, deadline), lanes))
+            list(pool.map(lambda lane: run_lane(lane, setting, deadline), lanes.values()))
         except BaseException:
             setting.stop.set()  # the lanes then kill their processes
             raise
-    run_lane([step for step in steps if step.alone], setting, deadline)
-    return all(end.outcome == "passed" for end in ends_of(setting.report.results).values())
+    run_lane(alone, setting, deadline)
+    return all(end.outcome in GOOD for end in ends_of(setting.report.results).values())
 
 
 def run_lane(steps: list[Step], setting: Setting, deadline: float) -> None:
     """Run steps one after the other, as long as they fit in the time that is left."""
     for step in steps:
         began = time.monotonic()
-        if deadline - began < step.seconds:
+        if step.needs and not shutil.which(step.needs, path=setting.env["PATH"]):
+            outcome, why = "skipped", f"no {step.needs} on the PATH"
+        elif deadline - began < step.seconds:
             outcome, why = "not run", f"{max(deadline - began, 0):.0f} s left; it takes about {step.seconds:g} s"
         elif setting.unreachable and step.ranks > setting.gpus:
             outcome, why = "not run", "two ranks on one GPU do not reach each other"

@@ -1,4 +1,5 @@
-"""Start processes for GPU tests, single or as ranks that share a GPU, outside the launch of the tests.
+"""Start processes for GPU tests, single or as ranks that share a GPU, outside the launch of the tests; and make torch's
+process group of this launch.
 
 A process that inherits RANK and MASTER_PORT would try to join the ranks of this launch under a rank already taken."""
 
@@ -11,7 +12,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from typing import NamedTuple
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
 
 _LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LAUNCH_PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
@@ -72,6 +78,17 @@ def _run(environments: list[dict[str, str]], command: list[str], seconds: float)
             printed = [line for line in texts[0].splitlines(True) if not line.startswith("NCCL version ")]  # NCCL_DEBUG
             ended.append(ProcessResult(process.returncode, "".join(printed), texts[1], seconds_taken))
     return ended
+
+
+@contextlib.contextmanager
+def process_group(backend: str, folder: Path) -> Iterator[None]:
+    """Make the default process group of torch.distributed for the ranks of this launch, and destroy it."""
+    options: dict[str, Any] = {"timeout": timedelta(seconds=60)}
+    if "RANK" not in os.environ:
+        options |= {"store": dist.FileStore(str(folder / "store"), 1), "rank": 0, "world_size": 1}
+    dist.init_process_group(backend, **options)
+    yield
+    dist.destroy_process_group()
 
 
 def _free_port() -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from gpu.launches import ProcessResult, run_ranks
 
@@ -26,8 +28,9 @@ leave.daemon = True
 """.replace("EXIT_AFTER", str(EXIT_AFTER))
 
 
-def run(source: str, action: str = "report") -> list[ProcessResult]:
-    return run_ranks(["-c", PRELUDE + source], 2, LIMIT, PYNCCL_WATCH_TIMEOUT=WATCH_TIMEOUT, PYNCCL_WATCH_ACTION=action)
+def run(source: str, action: str = "report", ranks: int = 2, **more: object) -> list[ProcessResult]:
+    more |= {"PYNCCL_WATCH_TIMEOUT": WATCH_TIMEOUT, "PYNCCL_WATCH_ACTION": action}
+    return run_ranks(["-c", PRELUDE + source], ranks, LIMIT, **more)
 
 
 @pytest.mark.parametrize(("calls", "action"), [(1, "raise"), (20_000, "report"), (20_000, "raise")])
@@ -54,6 +57,52 @@ except pynccl.NcclTimeout as error:
         assert ended[0].out.startswith("raised ") and ended[0].code == 0, ended[0].out + ended[0].err
     else:
         assert ended[0].code == 7, ended[0].err
+
+
+ASKED = """
+import subprocess
+if rank == 1:
+    time.sleep(3)
+    hang = subprocess.run([sys.executable, "-m", "pynccl", "hang"], capture_output=True, text=True, timeout=20)
+    print(hang.returncode, hang.stdout, hang.stderr, flush=True)
+    os._exit(0)
+leave = threading.Timer(15, os._exit, (7,))
+leave.start()
+comm.all_reduce(x, y)
+torch.cuda.synchronize()
+"""
+
+
+def test_hang_names_the_missing_rank_from_another_process_while_a_kernel_waits(tmp_path: Path) -> None:
+    first, second = run(ASKED, PYNCCL_WATCH_DIR=tmp_path)
+    assert second.out.startswith("1 rank 1 never entered all_reduce #"), second.out + second.err
+    assert "\n0     " in second.out and "rank 1: process alive" in second.out, second.out
+    assert first.code == 7 and "rank 1 never entered" in first.err, first.err
+
+
+KILLED = """
+import signal
+if rank == 2:
+    time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGKILL)
+leave.start()
+try:
+    comm.all_reduce(x, y)
+    while comm.alive:
+        time.sleep(0.01)
+    comm.all_reduce(x, y)
+except pynccl.NcclError as error:
+    print("raised", error)
+"""
+
+
+@pytest.mark.parametrize("action", ["report", "raise"])
+def test_a_killed_rank_is_named_on_those_that_wait_for_it(action: str) -> None:
+    *left, killed = run(KILLED, action, 3)
+    assert killed.code == -9
+    for done in left:
+        assert "rank 2's process" in done.out + done.err, done
+        assert done.code in ((0,) if action == "raise" else (0, 7)), done  # NCCL may have noticed it, too
 
 
 GRAPH = """

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import gc
-import os
 import weakref
 from collections.abc import Iterator
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from gpu.launches import process_group
 
 import pynccl.torch_backend
 from pynccl import Communicator
@@ -24,14 +22,8 @@ LARGE = 1 << 22  # elements: kernels take longer than a launch
 @pytest.fixture(scope="module")
 def device(comm: Communicator, tmp_path_factory: pytest.TempPathFactory) -> Iterator[torch.device]:
     """Initialize the default process group of all ranks, and return the GPU of this rank."""
-    limit = timedelta(seconds=60)
-    if comm.size > 1 or "RANK" in os.environ:
-        dist.init_process_group("pynccl", timeout=limit)
-    else:
-        store = dist.FileStore(str(Path(tmp_path_factory.mktemp("store"), "store")), 1)
-        dist.init_process_group("pynccl", store=store, rank=0, world_size=1, timeout=limit)
-    yield torch.device(comm.device)
-    dist.destroy_process_group()
+    with process_group("pynccl", tmp_path_factory.mktemp("store")):
+        yield torch.device(comm.device)
 
 
 def value(rank: int) -> float:

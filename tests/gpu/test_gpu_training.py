@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from gpu.graphs import captured
 from torch import Tensor, nn
 
 import pynccl_autograd as ad
 from pynccl import Communicator
+from pynccl_autograd import OverlapConfig
 
 
 def full(comm: Communicator, seed: int = 0) -> nn.Module:
@@ -101,6 +103,39 @@ def test_an_overflow_on_one_rank_skips_the_step_of_all(comm: Communicator) -> No
         assert scaler.get_scale() == 4.0
         after = ad.full_state_dict(model, comm, rank0_only=False)
         assert all(torch.equal(after[name], before[name]) == overflows for name in before)
+
+
+@pytest.mark.parametrize("overlap", ["off", OverlapConfig("slices", chunks=2)], ids=["off", "slices"])
+def test_a_captured_step_trains_as_the_unsharded_model_does(comm: Communicator, overlap: Any) -> None:
+    """Forward and backward pass, norm of the gradients and optimizer in one graph, which is replayed on new inputs."""
+    plain = full(comm).double()
+    model = ad.parallelize(copy.deepcopy(plain), comm, {"0": "column", "2": "row"}, False, overlap=overlap)
+    models = {"ours": model, "plain": plain}
+    optimizers = {name: torch.optim.SGD(one.parameters(), 0.1, momentum=0.9) for name, one in models.items()}
+    x = inputs(comm).double()
+
+    def step(name: str) -> list[Tensor]:
+        optimizers[name].zero_grad(set_to_none=True)
+        loss = models[name](x).square().mean()
+        loss.backward()
+        if name == "ours":
+            ad.finish_gradients(model)
+            ad.clip_grad_norm_(model, 0.1)
+        else:
+            nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        optimizers[name].step()
+        return [loss]
+
+    with captured(lambda: step("ours")) as (graph, found):
+        for _ in range(2):  # to warm up
+            step("plain")
+        for seed in range(5):
+            x.copy_(inputs(comm, seed).double())
+            graph.replay()
+            torch.cuda.synchronize()
+            torch.testing.assert_close(found[0], step("plain")[0], rtol=1e-9, atol=0)
+    states = ad.full_state_dict(model, comm, rank0_only=False)
+    torch.testing.assert_close({**states}, {**plain.state_dict()}, rtol=1e-8, atol=1e-10, check_device=False)
 
 
 def test_states_are_of_shards_and_never_of_the_whole_by_mistake(comm: Communicator, tmp_path: Path) -> None:

@@ -1,0 +1,49 @@
+"""A thousand communicators, one after the other: nothing stays behind on the card or in the process."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from gpu.launches import run_process
+
+pytestmark = pytest.mark.usefixtures("own_launch")
+
+# The first rounds load kernels and fill caches. Memory in bytes; that of the card is of all processes.
+PROGRAM = """
+import gc, json, os, sys, torch, pynccl
+
+def used():
+    gc.collect()
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    status = open("/proc/self/status").read()
+    host = 1024 * int(status.partition("VmRSS:")[2].split()[0])
+    return {"card": total - free, "host": host, "threads": len(os.listdir("/proc/self/task")),
+            "files": len(os.listdir("/proc/self/fd"))}
+
+torch.cuda.set_device(0)
+x, y = torch.ones(1 << 16, device="cuda"), torch.zeros(1 << 16, device="cuda")
+for number in range(1000):
+    if number == 100:
+        before = used()
+    comm = pynccl.Communicator.init(1, pynccl.get_unique_id(), 0, device=0)
+    y.zero_()
+    comm.all_reduce(x, y)
+    torch.cuda.synchronize()
+    assert bool(y.eq(1).all())
+    comm.abort() if number % 10 == 9 else comm.destroy()
+after = used()
+print(json.dumps({name: after[name] - before[name] for name in before}))
+"""
+MIB = 1 << 20
+
+
+def test_a_thousand_communicators_leave_nothing_behind() -> None:
+    """900 of them, a tenth of which is aborted. An NCCL that keeps a few KB of each is not told from none."""
+    done = run_process(["-c", PROGRAM], 95)
+    assert done.code == 0, done.err
+    print(done.out)  # to the log of gpu_check
+    grown = json.loads(done.out.splitlines()[-1])
+    assert grown["card"] < 16 * MIB and grown["host"] < 64 * MIB, grown
+    assert grown["threads"] <= 2 and grown["files"] <= 2, grown
