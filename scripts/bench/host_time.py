@@ -10,18 +10,17 @@ medians of the ratios within a round. The GPU is waited for before each measurem
   nccl, pynccl      torch.distributed over these backends: a call, with async_op and wait(), with get_future().wait()
   stream, mul_      what to compare with: torch.cuda.current_stream(), pynccl.current_stream(), a kernel of torch
 
-overhead.py measures the binding alone, on a stub. PYNCCL_LIBRARY=host rehearses this script on the CPU, with gloo in
-place of nccl; the host library's work is then part of the times.
+overhead.py measures the binding alone, on a stub. --device cpu rehearses this script on the host library, with gloo in
+place of nccl; the library's work is then part of the times.
 
 examples:
-  PYNCCL_LIBRARY=host python scripts/bench/host_time.py --rounds 3 --calls 20
+  python scripts/bench/host_time.py --device cpu --rounds 3 --calls 20
   python scripts/bench/host_time.py --markdown  # long; needs a GPU
 """
 
 from __future__ import annotations
 
 import ctypes
-import os
 import statistics
 import sys
 from pathlib import Path
@@ -89,15 +88,16 @@ def table_lines(times: dict[str, list[float]]) -> list[list[str]]:
 
 def main() -> None:
     parser = command.Parser(__doc__)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: rehearse (%(default)s)")
     parser.add_argument("--rounds", type=command.integer(1), default=25, help="rounds over all variants (%(default)s)")
     calls = f"calls per round, at most {QUEUE} (200)"
     parser.add_argument("--calls", type=command.integer(1, QUEUE), default=200, help=calls)
     parser.add_argument("--markdown", action="store_true", help="print a Markdown table for docs/")
     options = parser.parse_args()
-    on_cpu = os.environ.get("PYNCCL_LIBRARY") == "host"
+    on_cpu = options.device == "cpu"
     if not on_cpu and not (torch.cuda.device_count() and dist.is_nccl_available()):
-        parser.error(f"torch {torch.__version__} finds no GPU or has no NCCL; PYNCCL_LIBRARY=host rehearses on the CPU")
-    device = prepare(0, 1, "cpu" if on_cpu else "cuda")
+        parser.error(f"torch {torch.__version__} finds no GPU or has no NCCL; --device cpu rehearses without")
+    device = prepare(0, 1, options.device)
     wait: Any = "pass" if on_cpu else torch.cuda.synchronize
     with pynccl.Communicator.init(1, pynccl.get_unique_id(), 0, device=None if on_cpu else device.index) as comm:
         t, u = torch.ones(NBYTES // 4, device=device), torch.zeros(NBYTES // 4, device=device)

@@ -119,7 +119,7 @@ def benches(gpus: int) -> list[Step]:
     timeline = ["scripts/timeline.py", *shape, "--tokens", rows[-1], "--rounds", "5", "--out", f"{out}/timeline.pickle"]
     reach = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2", *PERF, "8M"]
     steps = [
-        Step("bench_calls", 0, 20, ["scripts/bench/host_time.py", "--markdown"]),
+        Step("bench_calls", 0, 20, ["scripts/bench/host_time.py", "--device", device, "--markdown"]),
         Step("bench_backend", 0, 60, [*backend, "1" if gpus else "2"]),
     ]
     if gpus < 2:  # else each of two ranks has a GPU

@@ -64,6 +64,27 @@ def test_overhead_measures_every_call_and_its_page_has_a_row_for_each() -> None:
     assert [call for call in rows.keys() ^ page if not call.startswith(("nccl4py", "torch.distributed"))] == []
 
 
+def test_host_time_measures_each_way_of_a_call_and_is_refused_without_a_gpu() -> None:
+    done = run("host_time.py", "--device", "cpu", "--rounds", "3", "--calls", "20", "--markdown", PYNCCL_CHECK="1")
+    rows = {name: (float(us), float(ratio)) for name, us, ratio in rows_of(done + "\n\n")}
+    ways = ("ctypes", "ctypes of vLLM", "comm.all_reduce", "plan")
+    expected = {f"{way}: {place}" for way in ways for place in ("in place", "to another tensor")}
+    expected |= {"gloo: all_reduce, async", "pynccl: all_reduce, future", "pynccl: broadcast", "x.mul_(1)"}
+    assert expected <= set(rows) and rows["ctypes: in place"][1] == 1 and all(us > 0 for us, _ in rows.values())
+    words = [sys.executable, str(ROOT / "scripts/bench/host_time.py")]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    refused = subprocess.run(words, capture_output=True, text=True, timeout=100, check=False, env=environment)
+    assert refused.returncode == 2 and "finds no GPU" in refused.stderr and "--device cpu" in refused.stderr
+
+
+def test_times_may_be_written_and_drawn_later(tmp_path: Path) -> None:
+    times, picture = tmp_path / "times.pickle", tmp_path / "picture.svg"
+    small = ["--pattern", "row_backward", "--tokens", "64", "--rounds", "1"]
+    measured = run("../timeline.py", *small, "--out", str(times))
+    drawn = run("../timeline.py", "--load", str(times), "--out", str(picture))
+    assert measured.splitlines()[:-1] == drawn.splitlines()[:-1] and "row-parallel backward pass" in picture.read_text()
+
+
 @compiles
 def test_scale_reports_the_missing_rank_and_where_it_is() -> None:
     done = run("scale.py", "--ranks", "16", "--processes", "1", "--timeout", "0.5")

@@ -22,7 +22,7 @@ SECONDS = 100.0  # timeout, for a busy machine
 # Other tests run these.
 ELSEWHERE = {*(f"scripts/bench/{name}.py" for name in ("data_parallel", "overhead", "overlap", "scale"))}
 ELSEWHERE |= {"-m pynccl hang", "scripts/recipes/hugging_face.py", "scripts/train.py", "scripts/semantics_table.py"}
-ELSEWHERE |= {"scripts/recipes/ray_actors.py"}
+ELSEWHERE |= {"scripts/recipes/ray_actors.py", "scripts/gpu/under_mps.py"}
 
 
 def scripts() -> Iterator[str]:

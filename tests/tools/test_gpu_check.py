@@ -175,6 +175,72 @@ def test_a_step_that_does_not_fit_in_the_budget_is_not_run(tmp_path: Path) -> No
     assert re.search(r"^\| fails \| not run \|.* [23] s left; it takes about 15 s \|$", done.page, re.MULTILINE)
 
 
+def test_a_step_without_the_program_that_it_needs_is_skipped_which_is_good(tmp_path: Path) -> None:
+    step = check_step.Step("needs", 0, 5, ["-c", ""], needs="no-such-program")
+    done = run(tmp_path, [step])
+    assert done.good and done.outcomes("needs") == {"": ["skipped"]}
+    assert "| no no-such-program on the PATH |" in done.page
+    assert gpu_check.only_failed([step], done.results) == []
+    under = dataclasses.replace(step, command=["-c", "raise SystemExit(4)"], under=["env", "-i"], needs="env")
+    done = run(tmp_path, [under])
+    assert not done.good and "died: exit code 4" in done.message("(exit)", 0)
+
+
+def test_the_steps_that_measure_come_alone_and_mps_only_where_ranks_share_a_gpu() -> None:
+    by_name = {step.name: step for step in gpu_check.steps_of(Path("work"), 1)}
+    measured = {name for name in by_name if name.startswith(("bench_", "mps_", "perf_", "trace_", "lifetimes_"))}
+    assert len(measured) >= 10 and {by_name[name].lane for name in measured} == {"alone"}
+    assert {name for name, step in by_name.items() if step.needs == "nvidia-cuda-mps-control"} == {
+        name for name in by_name if name.startswith("mps_")
+    }
+    assert not [step.name for step in gpu_check.steps_of(Path("work"), 2) if step.name.startswith("mps_")]
+
+
+# In place of nvidia-cuda-mps-control: notes how it is called, and fails if the folder of its logs says so.
+CONTROL = """#!/bin/sh
+echo "$* $CUDA_MPS_PIPE_DIRECTORY $([ "$1" = -d ] || cat)" >> $NOTES
+[ -z "$FAILS" ] || { echo "no such device" > $CUDA_MPS_LOG_DIRECTORY/control.log; exit 1; }
+"""
+CLIENT = """
+import os, signal, sys
+print(os.path.isdir(os.environ["CUDA_MPS_PIPE_DIRECTORY"]), os.environ["PYNCCL_SHARE_GPU"], flush=True)
+if sys.argv[1] == "interrupted":
+    os.kill(os.getppid(), signal.SIGTERM)
+    signal.pause()
+sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize(("how", "code"), [("0", 0), ("5", 5), ("interrupted", 130)])
+def test_a_command_runs_under_a_service_that_ends_with_it(tmp_path: Path, how: str, code: int) -> None:
+    done, notes = under_mps(tmp_path, [sys.executable, "-c", CLIENT, how])
+    assert (done.returncode, done.stdout) == (code, "True 1\n"), done.stderr
+    (started, pipe), (quit_pipe, quit_word) = (line.split() for line in notes)
+    assert (started, quit_word) == ("-d", "quit") and pipe == quit_pipe and not Path(pipe).exists()
+
+
+def test_a_service_that_does_not_start_or_is_not_there_is_said(tmp_path: Path) -> None:
+    done, notes = under_mps(tmp_path, ["true"], FAILS="1")
+    expected = "nvidia-cuda-mps-control -d ended with 1; it wrote: no such device\n"
+    assert done.returncode == 1 and done.stderr.endswith(expected), done.stderr
+    assert len(notes) == 2
+    done, _ = under_mps(tmp_path, ["true"], PATH="/usr/bin:/bin")
+    assert done.returncode == 2 and "nvidia-cuda-mps-control is not on the PATH" in done.stderr
+    done, _ = under_mps(tmp_path, ["no-such-command"])
+    assert done.returncode == 2 and "no-such-command: no such command" in done.stderr
+
+
+def under_mps(folder: Path, words: list[str], **env: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """Run a command under the service that CONTROL stands for. Return also how it was called, line by line."""
+    control, notes = folder / "nvidia-cuda-mps-control", folder / "notes"
+    control.write_text(CONTROL)
+    control.chmod(0o755)
+    env = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "NOTES": str(notes), **env}
+    options: Any = {"env": env, "capture_output": True, "text": True, "timeout": 60}
+    done = subprocess.run([sys.executable, str(ROOT / "scripts/gpu/under_mps.py"), *words], check=False, **options)
+    return done, notes.read_text().splitlines() if notes.exists() else []
+
+
 INTERRUPTED = """
 import os, signal, sys
 from pathlib import Path
