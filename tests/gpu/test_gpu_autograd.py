@@ -42,6 +42,21 @@ def test_forward_and_backward_are_adjoint(comm: Communicator, function: str) -> 
     assert ad.testing.check_adjoint(lambda t: apply(t, comm), x, comm, replicated=replicated) <= 1e-12
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_float8_is_summed_and_moved(comm: Communicator, dtype: torch.dtype) -> None:
+    n, mine = comm.size, comm.rank + 1.0
+    x = torch.full((4 * n,), mine, device=comm.device).to(dtype)
+    total, each = n * (n + 1) / 2, [rank + 1.0 for rank in range(n)]  # exact in float8 for 1, 2 and 4 ranks
+    for y, expected in (
+        (ad.all_reduce(x, comm, grad="sum"), [total] * 4 * n),
+        (ad.reduce_scatter(x, comm), [total] * 4),
+        (ad.all_gather(x[:4], comm, grad="sum"), [value for value in each for _ in range(4)]),
+        (ad.all_to_all(x, comm), [value for value in each for _ in range(4)]),
+        (ad.broadcast(x, comm, root=n - 1, grad="sum"), [float(n)] * 4 * n),
+    ):
+        assert y.dtype == dtype and y.float().tolist() == expected
+
+
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_column_then_row_equals_two_unsharded_layers(comm: Communicator, sequence_parallel: bool) -> None:
     s, width, hidden = 4 * comm.size, 16, 24 * comm.size
