@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
-from bench.ranks import link_for, linked, measure, run_ranks, undisturbed
+from bench.ranks import link_for, linked, measure, run_ranks, surroundings, undisturbed
 
 import pynccl_autograd as ad
 from pynccl import Communicator, progress
@@ -261,6 +261,8 @@ def main() -> None:
         options.out.write_bytes(pickle.dumps(found))
     for comparison in found:
         print(f"{comparison.name:24} {described(comparison)}")
+    if not options.load:
+        print(surroundings(options.device, RANKS))
     print(f"wrote {options.out}")
 
 

@@ -5,7 +5,8 @@ variants run by turns in one process with the garbage collector off. Times are m
 medians of the ratios within a round. The GPU is waited for before each measurement, and not during it.
 
   ctypes            the C function, called with numbers
-  ctypes of vLLM    the same, with torch's current stream and the conversions of vLLM's wrapper in each call
+  ctypes of vLLM    the same, with the conversions and the check of vLLM's wrapper in each call; it keeps the stream
+  ctypes, stream    the same, with torch's current stream asked for in each call, as comm.all_reduce and plan do
   nccl4py           if it can be imported: on the default stream, and its Communicator
   nccl, pynccl      torch.distributed over these backends: a call, with async_op and wait(), with get_future().wait()
   stream, mul_      what to compare with: torch.cuda.current_stream(), pynccl.current_stream(), a kernel of torch
@@ -48,20 +49,29 @@ OF_TORCH = ("all_reduce", "all_reduce, async", "all_reduce, future", "broadcast"
 def own_variants(comm: pynccl.Communicator, t: torch.Tensor, u: torch.Tensor) -> list[Variant]:
     """Return the variants of ctypes and of this package: in place, and from t to u."""
     stream = HandleZero if comm.library.is_host else torch.cuda.current_stream
+    kept = stream()
     names = {"f": comm.library.ncclAllReduce, "p": ctypes.c_void_p, "h": ctypes.c_void_p(comm.handle), "stream": stream}
     names |= {"comm": comm, "t": t, "u": u, "a": t.data_ptr(), "b": u.data_ptr(), "n": t.numel()}
-    names |= {"d": int(data_type(t.dtype)), "s": int(RedOp.SUM), "now": stream().cuda_stream}
+    names |= {"d": int(data_type(t.dtype)), "s": int(RedOp.SUM), "now": kept.cuda_stream, "check": checked}
+    names |= {"types": {t.dtype: int(data_type(t.dtype))}, "ops": {"sum": int(RedOp.SUM)}, "kept": lambda: kept}
     found = []
     for out, place, to in (("t", "in place", "a"), ("u", "to another tensor", "b")):
-        vllm = f"f(p(t.data_ptr()), p({out}.data_ptr()), t.numel(), d, s, h, p(stream().cuda_stream))"
+        pointers = f"p(t.data_ptr()), p({out}.data_ptr()), t.numel()"
+        vllm = f"check(f({pointers}, types[t.dtype], ops['sum'], h, p(kept().cuda_stream)))"
         plan = {"plan": comm.plan.all_reduce(t, names[out])}
         found += [
             Variant(f"ctypes: {place}", f"f(a, {to}, n, d, s, h, now)", names),
             Variant(f"ctypes of vLLM: {place}", vllm, names),
+            Variant(f"ctypes, stream: {place}", f"f({pointers}, d, s, h, p(stream().cuda_stream))", names),
             Variant(f"comm.all_reduce: {place}", f"comm.all_reduce(t, {out})", names),
             Variant(f"plan: {place}", "plan()", plan),
         ]
     return found
+
+
+def checked(code: int) -> None:
+    if code:
+        raise RuntimeError(code)
 
 
 def torch_variants(device: torch.device) -> list[Variant]:
@@ -110,7 +120,7 @@ def main() -> None:
                 raise RuntimeError(f"{variant.name}: wrote {u.tolist()}, expected ones")
         times = measure(variants, options.rounds, options.calls)
         dist.destroy_process_group()
-    print(f"{surroundings()}; {comm.library}\n\n{columns(table_lines(times), options.markdown)}")
+    print(f"{surroundings(options.device)}; {comm.library}\n\n{columns(table_lines(times), options.markdown)}")
 
 
 if __name__ == "__main__":

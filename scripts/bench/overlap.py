@@ -21,7 +21,8 @@ calls are repeated for about 20 ms, at most 5 times.
 Communication runs over a simulated link (PYNCCL_HOST_LINK), whose bandwidth is chosen for each case so that T_comm is
 --balance times T_mm, or over none. On GPUs it runs over what connects them, and times last until the GPU is done. Ranks
 share a GPU if there are too few: they communicate through a socket, and take turns unless scripts/gpu/under_mps.py runs
-this script. --hidden then sets the balance.
+this script. --hidden then sets the balance. Such ranks compete for the GPU's cores: their matmuls take longer together
+than alone, and a rank that waits leaves its cores to the other. No ratio of theirs is that of two GPUs.
 
 examples:
   python scripts/bench/overlap.py --rows 16 --balance 1 none --width 8 --hidden 12 --rounds 3
@@ -96,6 +97,11 @@ class Result(NamedTuple):
     def ratio(self, one: str, other: str = "off") -> float:
         """Return the median ratio over the rounds."""
         return statistics.median(a / b for a, b in zip(self.times[one], self.times[other], strict=True))
+
+    @property
+    def hides(self) -> bool:
+        """Whether there is something to hide: the shorter of communication and matmuls takes 10% of "off" or more."""
+        return min(self.ratio("comm"), self.ratio("mm")) >= 0.1
 
     @property
     def tells(self) -> bool:
@@ -235,7 +241,7 @@ def case_lines(found: Sequence[Result]) -> list[list[str]]:
         *cells, balance = one.case.cells()
         cells += [f"{balance} ({one.ratio('comm', 'mm'):.2f})", f"{statistics.median(one.times['off']) * 1e3:.1f}"]
         cells += [f"{one.ratio(name):.2f}" for name in names]
-        efficiency = "" if one.case.balance is None else f"{one.efficiency:.2f}"
+        efficiency = f"{one.efficiency:.2f}" if one.hides else ""
         chosen = ", ".join(one.chosen) or "-"
         cells += [f"{one.ratio('auto', one.best):.2f}", efficiency, str(one.calls)]
         cells.append(chosen if one.tells else f"{chosen}; cannot tell")
@@ -278,10 +284,11 @@ def main() -> None:
     options = _arguments()
     sizes = itertools.product(options.rows, options.layer, (False, True), options.balance)
     found = run_ranks(options.ranks, run, [Case(*one) for one in sizes], options, device=options.device)
-    print("\n\n".join(columns(lines, options.markdown) for lines in (case_lines(found), bound_lines(found))))
+    tables = [case_lines(found), *([bound_lines(found)] if options.device == "cpu" else [])]  # of the simulated link
+    print("\n\n".join(columns(lines, options.markdown) for lines in tables))
     print(f"\n{sum(one.tells for one in found)} of {len(found)} cases can tell.")
     figures = f"{options.ranks} ranks, width {options.width}, hidden {options.hidden}"
-    print(f"\n{surroundings()}; {figures}. The columns of schedules are ratios to off.")
+    print(f"\n{surroundings(options.device, options.ranks)}; {figures}. The columns of schedules are ratios to off.")
 
 
 def _balance(text: str) -> float | None:

@@ -219,14 +219,28 @@ def columns(lines: Sequence[Sequence[str]], markdown: bool) -> str:
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
 
-def surroundings() -> str:
-    """Return the command, date, machine and versions of this run."""
+def surroundings(device: str = "cpu", ranks: int = 1) -> str:
+    """Return the command, date, machine and versions of this run. Does not initialize CUDA: ranks are forked later."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    script = Path(sys.argv[0]).resolve()
-    words = " ".join(["python", f"scripts/{script.parent.name}/{script.name}", *sys.argv[1:]])
+    script = os.path.relpath(Path(sys.argv[0]).resolve(), Path(__file__).resolve().parents[2])
+    words = " ".join(["python", script, *sys.argv[1:]])
     return (
         f"`{words}` on {datetime.now(timezone.utc).date()}: {len(os.sched_getaffinity(0))} cores, "
         f"{models[0] if models else platform.machine()}, load {os.getloadavg()[0]:.2f}, Python "
-        f"{platform.python_version()}, torch {torch.__version__}"
+        f"{platform.python_version()}, torch {torch.__version__}{_cards(ranks) if device == 'cuda' else ''}"
     )
+
+
+def _cards(ranks: int) -> str:
+    """Return the GPU and its driver, the version of torch's NCCL, and how the ranks share the GPU if they do."""
+    words = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        names = subprocess.run(words, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        names = ["a GPU that nvidia-smi does not name"] * torch.cuda.device_count()
+    text = f"; {len(names)} x {names[0] if names else 'no GPU'}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
+    if ranks > len(names):
+        mps = "under MPS" if "CUDA_MPS_PIPE_DIRECTORY" in os.environ else "taking turns"
+        text += f"; {ranks} ranks share them, {mps}, and communicate through sockets"
+    return text

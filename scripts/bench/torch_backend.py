@@ -199,7 +199,7 @@ def options_of() -> argparse.Namespace:
 def main() -> None:
     options = options_of()
     head, rows = ["bytes", THEIRS[options.device], OURS, "ratio", "95% interval", ""], []
-    print(f"{surroundings()}; {options.ranks} ranks, microseconds")
+    print(f"{surroundings(options.device, options.ranks)}; {options.ranks} ranks, microseconds")
     with busy(options.busy):
         for section in options.only:
             found = rows_of(section, options)

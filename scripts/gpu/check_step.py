@@ -27,7 +27,7 @@ BEFORE, AFTER = "(start)", "(exit)"  # in place of a test, for what the processe
 START, TEST, EXIT = (60.0, 60.0), (45.0, 12.0), (30.0, 30.0)
 TEST_ALONE = (100.0, 100.0)  # of one rank, whose test may start ranks of its own
 POLL_SECONDS = 0.01
-STACKS_SECONDS = 2.0  # for faulthandler to write, between SIGABRT and SIGKILL
+STACKS_SECONDS = 5.0  # for faulthandler to write, and under_mps.py to end its service, between SIGABRT and SIGKILL
 OUTPUT_CHARACTERS = 5000
 
 
@@ -40,6 +40,8 @@ class Step:
     lane     steps of a lane run one after the other, beside those of other lanes; "": by the number of ranks
     under    words before those of Python
     needs    a program; where there is none, the step is skipped
+    after    name of the step without whose success this one is not run
+    slower   factor of the time limits of start and tests
     tests    ids of the tests to run; None: all"""
 
     name: str
@@ -50,6 +52,8 @@ class Step:
     lane: str = ""
     under: list[str] = field(default_factory=list)
     needs: str = ""
+    after: str = ""
+    slower: float = 1.0
     tests: list[str] | None = None
 
     @property
@@ -68,15 +72,15 @@ def pytest_step(name: str, ranks: int, seconds: float, file: str, lane: str = ""
 class Setting:
     """What all steps share.
 
-    stop         set when the processes must be killed
-    unreachable  two ranks on one GPU do not reach each other"""
+    stop    set when the processes must be killed
+    failed  names of the steps that have failed"""
 
     report: Report
     work: Path
     gpus: int
     env: dict[str, str]
     stop: threading.Event = field(default_factory=threading.Event)
-    unreachable: bool = False
+    failed: set[str] = field(default_factory=set)
 
 
 class StepRun:
@@ -128,7 +132,7 @@ class StepRun:
 
     def meet(self, test: str, point: str, patience: tuple[float, float]) -> list[str]:
         """Wait until all ranks have come to a point, report the outcome on each rank, and return the outcomes."""
-        missing, until = self.wait(point, *patience)
+        missing, until = self.wait(point, *(self.step.slower * seconds for seconds in patience))
         codes = [process.poll() for process in self.processes]
         if missing:
             self.interrupt()

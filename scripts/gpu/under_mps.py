@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import os
 import shutil
 import signal
@@ -20,6 +21,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -27,29 +29,65 @@ from pynccl.tools import command
 
 CONTROL = "nvidia-cuda-mps-control"
 SECONDS = 30.0  # to start or to end the service
+GRACE_SECONDS = 3.0  # for the command, after an interrupt
 
 
 @contextlib.contextmanager
 def service() -> Iterator[dict[str, str]]:
-    """Start the service, yield the environment of its clients, and end it."""
+    """Start the service, yield the environment of its clients, and end it. FailedError if nobody was a client: CUDA
+    then goes on without the service, and says nothing."""
     with tempfile.TemporaryDirectory(prefix="mps-", ignore_cleanup_errors=True) as folder:
-        env = {**os.environ, "CUDA_MPS_PIPE_DIRECTORY": f"{folder}/pipe", "CUDA_MPS_LOG_DIRECTORY": f"{folder}/log"}
-        for name in ("pipe", "log"):
-            Path(folder, name).mkdir()
+        pipe, log = Path(folder, "pipe"), Path(folder, "log")
+        env = {**os.environ, "CUDA_MPS_PIPE_DIRECTORY": str(pipe), "CUDA_MPS_LOG_DIRECTORY": str(log)}
+        pipe.mkdir()
+        log.mkdir()
+        with (log / "start.log").open("w") as file:  # not ours: the service would keep it open
+            started = subprocess.run([CONTROL, "-d"], env=env, stdout=file, stderr=file, timeout=SECONDS, check=False)
+        if started.returncode:
+            raise command.FailedError(f"{CONTROL} -d ended with {started.returncode}; {written(log)}")
         try:
-            started = subprocess.run([CONTROL, "-d"], env=env, timeout=SECONDS, check=False)
-            if started.returncode:
-                raise command.FailedError(f"{CONTROL} -d ended with {started.returncode}; {log(Path(folder))}")
             yield env
+            if not (log / "server.log").exists() and not asked("get_server_list", env).split():
+                raise command.FailedError(f"the command has not used a GPU through the service; {written(log)}")
         finally:
-            with contextlib.suppress(subprocess.TimeoutExpired):  # it waits for clients, and a killed one may linger
-                subprocess.run([CONTROL], input="quit\n", text=True, env=env, timeout=SECONDS, check=False)
+            stop(env)
 
 
-def log(folder: Path) -> str:
+def stop(env: dict[str, str]) -> None:
+    """End the service, by force if it waits for clients."""
+    servers = asked("get_server_list", env).split()
+    try:
+        asked("quit", env)
+    except subprocess.TimeoutExpired:
+        file = Path(env["CUDA_MPS_PIPE_DIRECTORY"], f"{CONTROL}.pid")
+        for pid in [*servers, *(file.read_text().split() if file.exists() else [])]:
+            with contextlib.suppress(ProcessLookupError, ValueError):
+                os.kill(int(pid), signal.SIGKILL)
+
+
+def asked(words: str, env: dict[str, str]) -> str:
+    """Return the service's answer to a command of its own."""
+    options: dict[str, Any] = {"env": env, "capture_output": True, "text": True, "timeout": SECONDS}
+    return str(subprocess.run([CONTROL], input=f"{words}\n", check=False, **options).stdout)
+
+
+def written(log: Path) -> str:
     """Return the end of what the service wrote."""
-    written = "".join(path.read_text(errors="replace") for path in sorted(folder.glob("log/*.log")))
-    return f"it wrote: {written[-500:].strip()}" if written else "it wrote no log"
+    text = "".join(path.read_text(errors="replace") for path in sorted(log.glob("*.log")))
+    return f"it wrote: {text[-500:].strip()}" if text else "it wrote no log"
+
+
+def ended(words: list[str], env: dict[str, str]) -> int:
+    """Run a command and return its exit code. At an interrupt it may end its own processes first."""
+    with subprocess.Popen(words, env=env) as process:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE_SECONDS)
+            process.kill()
+            raise
 
 
 def main() -> int:
@@ -62,9 +100,16 @@ def main() -> int:
         parser.error(f"{options.command[0]}: no such command")
     if not shutil.which(CONTROL):
         parser.error(f"{CONTROL} is not on the PATH; it comes with NVIDIA's driver")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the service ends, too
-    with service() as env:
-        code = subprocess.run(options.command, env={**env, "PYNCCL_SHARE_GPU": "1"}, check=False).returncode
+    faulthandler.disable()  # of SIGABRT, by which gpu_check ends a step
+    for number in (signal.SIGTERM, signal.SIGABRT):  # so that the service ends, too
+        signal.signal(number, signal.default_int_handler)
+    code = 0
+    try:
+        with service() as env:
+            code = ended(options.command, {**env, "PYNCCL_SHARE_GPU": "1"})
+    except command.FailedError:
+        if not code:  # else the command's own failure says more
+            raise
     return 128 - code if code < 0 else code
 
 

@@ -20,6 +20,7 @@ sys.path.insert(0, str(ROOT / "scripts" / "gpu"))
 import check_report  # noqa: E402
 import check_step  # noqa: E402
 import gpu_check  # noqa: E402
+import under_mps as mps  # noqa: E402
 
 # Test files. `ran` shows whether the processes were started again.
 FAILS = """
@@ -186,6 +187,21 @@ def test_a_step_without_the_program_that_it_needs_is_skipped_which_is_good(tmp_p
     assert not done.good and "died: exit code 4" in done.message("(exit)", 0)
 
 
+def test_failed_tests_take_a_share_of_the_time_of_their_step() -> None:
+    by_name = {step.name: step for step in gpu_check.steps_of(Path("work"), 1)}
+    ends = by_name["ends_1"]
+    tests = [check_report.Result(ends.name, 1, 0, f"test_{number}", "passed") for number in range(9)]
+    tests += [check_report.Result(ends.name, 1, 0, name, "failed") for name in ("test_a", "")]
+    (again,) = gpu_check.only_failed([ends], tests)
+    assert again.tests == ["test_a"] and gpu_check.START_SECONDS < again.seconds < ends.seconds / 4
+
+
+def test_what_depends_on_a_step_that_failed_is_not_run(tmp_path: Path) -> None:
+    first = check_step.Step("first", 0, 5, ["-c", "raise SystemExit(1)"])
+    done = run(tmp_path, [first, check_step.Step("second", 0, 5, ["-c", ""], after="first")])
+    assert done.outcomes("second") == {"": ["not run"]} and "first failed: two ranks on one GPU" in done.page
+
+
 def test_the_steps_that_measure_come_alone_and_mps_only_where_ranks_share_a_gpu() -> None:
     by_name = {step.name: step for step in gpu_check.steps_of(Path("work"), 1)}
     measured = {name for name in by_name if name.startswith(("bench_", "mps_", "perf_", "trace_", "lifetimes_"))}
@@ -196,48 +212,76 @@ def test_the_steps_that_measure_come_alone_and_mps_only_where_ranks_share_a_gpu(
     assert not [step.name for step in gpu_check.steps_of(Path("work"), 2) if step.name.startswith("mps_")]
 
 
-# In place of nvidia-cuda-mps-control: notes how it is called, and fails if the folder of its logs says so.
+# In place of nvidia-cuda-mps-control: notes how it is called. The variable FAKE says what goes wrong.
 CONTROL = """#!/bin/sh
-echo "$* $CUDA_MPS_PIPE_DIRECTORY $([ "$1" = -d ] || cat)" >> $NOTES
-[ -z "$FAILS" ] || { echo "no such device" > $CUDA_MPS_LOG_DIRECTORY/control.log; exit 1; }
+asked=$([ "$1" = -d ] || cat)
+echo "$1$asked $CUDA_MPS_PIPE_DIRECTORY" >> $NOTES
+case "$FAKE $1$asked" in
+  "fails -d") echo "no such device"; exit 1;;
+  "unused get_server_list") ;;
+  *" get_server_list") echo $SERVER;;
+  "lingers quit") exec sleep 100;;
+esac
 """
 CLIENT = """
 import os, signal, sys
 print(os.path.isdir(os.environ["CUDA_MPS_PIPE_DIRECTORY"]), os.environ["PYNCCL_SHARE_GPU"], flush=True)
-if sys.argv[1] == "interrupted":
-    os.kill(os.getppid(), signal.SIGTERM)
+if sys.argv[1] in ("SIGTERM", "SIGABRT"):
+    signal.signal(signal.SIGTERM, lambda *_: (print("ends its own", flush=True), sys.exit()))
+    os.kill(os.getppid(), signal.Signals[sys.argv[1]])
     signal.pause()
 sys.exit(int(sys.argv[1]))
 """
 
 
-@pytest.mark.parametrize(("how", "code"), [("0", 0), ("5", 5), ("interrupted", 130)])
+@pytest.mark.parametrize(("how", "code"), [("0", 0), ("5", 5), ("SIGTERM", 130), ("SIGABRT", 130)])
 def test_a_command_runs_under_a_service_that_ends_with_it(tmp_path: Path, how: str, code: int) -> None:
-    done, notes = under_mps(tmp_path, [sys.executable, "-c", CLIENT, how])
-    assert (done.returncode, done.stdout) == (code, "True 1\n"), done.stderr
-    (started, pipe), (quit_pipe, quit_word) = (line.split() for line in notes)
-    assert (started, quit_word) == ("-d", "quit") and pipe == quit_pipe and not Path(pipe).exists()
+    done, notes = under_mps(tmp_path, [sys.executable, "-c", CLIENT, how], PYTHONFAULTHANDLER="1")
+    assert done.returncode == code and done.stdout == ("True 1\nends its own\n" if code == 130 else "True 1\n"), done
+    asked, pipes = zip(*(line.split() for line in notes), strict=True)
+    assert (asked[0], asked[-1]) == ("-d", "quit") and len({*pipes}) == 1 and not Path(pipes[0]).exists()
 
 
-def test_a_service_that_does_not_start_or_is_not_there_is_said(tmp_path: Path) -> None:
-    done, notes = under_mps(tmp_path, ["true"], FAILS="1")
-    expected = "nvidia-cuda-mps-control -d ended with 1; it wrote: no such device\n"
-    assert done.returncode == 1 and done.stderr.endswith(expected), done.stderr
-    assert len(notes) == 2
-    done, _ = under_mps(tmp_path, ["true"], PATH="/usr/bin:/bin")
-    assert done.returncode == 2 and "nvidia-cuda-mps-control is not on the PATH" in done.stderr
-    done, _ = under_mps(tmp_path, ["no-such-command"])
-    assert done.returncode == 2 and "no-such-command: no such command" in done.stderr
+@pytest.mark.parametrize(
+    ("fake", "words", "code", "error"),
+    [
+        ("fails", ["true"], 1, "nvidia-cuda-mps-control -d ended with 1; it wrote: no such device\n"),
+        ("unused", ["true"], 1, "the command has not used a GPU through the service; it wrote no log\n"),
+        ("unused", ["false"], 1, ""),
+        ("", ["no-such-command"], 2, "no-such-command: no such command; --help shows the options\n"),
+        ("none", ["true"], 2, "nvidia-cuda-mps-control is not on the PATH; it comes with NVIDIA's driver; --help"),
+    ],
+)
+def test_what_is_wrong_with_a_service_is_said(
+    tmp_path: Path, fake: str, words: list[str], code: int, error: str
+) -> None:
+    done, _ = under_mps(tmp_path, words, FAKE=fake, **({"PATH": "/usr/bin:/bin"} if fake == "none" else {}))
+    assert done.returncode == code and error in done.stderr and bool(error) == bool(done.stderr), done.stderr
+
+
+def test_a_service_that_waits_for_a_client_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mps, "SECONDS", 1.0)
+    server, daemon = (subprocess.Popen(["sleep", "100"]) for _ in range(2))
+    (tmp_path / f"{mps.CONTROL}.pid").write_text(f"{daemon.pid}\n")
+    env = environment_of_mps(tmp_path, FAKE="lingers", SERVER=str(server.pid))
+    monkeypatch.setenv("PATH", env["PATH"])
+    mps.stop({**env, "CUDA_MPS_PIPE_DIRECTORY": str(tmp_path)})
+    assert [process.wait(10) for process in (server, daemon)] == [-9, -9]
+
+
+def environment_of_mps(folder: Path, **env: str) -> dict[str, str]:
+    control = folder / mps.CONTROL
+    control.write_text(CONTROL)
+    control.chmod(0o755)
+    path = f"{folder}:{os.environ['PATH']}"
+    return {**os.environ, "PATH": path, "NOTES": str(folder / "notes"), "FAKE": "", "SERVER": "7", **env}
 
 
 def under_mps(folder: Path, words: list[str], **env: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
-    """Run a command under the service that CONTROL stands for. Return also how it was called, line by line."""
-    control, notes = folder / "nvidia-cuda-mps-control", folder / "notes"
-    control.write_text(CONTROL)
-    control.chmod(0o755)
-    env = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "NOTES": str(notes), **env}
-    options: Any = {"env": env, "capture_output": True, "text": True, "timeout": 60}
+    """Run a command under the service that CONTROL stands for. Return also how that was called, line by line."""
+    options: Any = {"env": environment_of_mps(folder, **env), "capture_output": True, "text": True, "timeout": 60}
     done = subprocess.run([sys.executable, str(ROOT / "scripts/gpu/under_mps.py"), *words], check=False, **options)
+    notes = folder / "notes"
     return done, notes.read_text().splitlines() if notes.exists() else []
 
 
