@@ -7,7 +7,7 @@ difference / min(T_comm, T_mm), where T_comm and T_mm are the times that the ser
 matmuls. Exposed communication is hatched.
 
 With --device cuda there is no link: two ranks communicate over what connects their GPUs, or share one and use a socket
-(under scripts/gpu/under_mps.py, else they take turns). Without matplotlib there, write the times to a .pickle file with
+(under scripts/gpu/under_mps.py, else they take turns). Without matplotlib there, write the times to a .json file with
 --out, and draw it elsewhere with --load.
 
 To trace a full program for ui.perfetto.dev, use ad.trace.
@@ -21,7 +21,7 @@ examples:
 from __future__ import annotations
 
 import argparse
-import pickle
+import json
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -246,7 +246,7 @@ def described(comparison: Comparison) -> str:
 
 def main() -> None:
     options = arguments()
-    is_drawn = options.out.suffix != ".pickle"
+    is_drawn = options.out.suffix != ".json"
     if is_drawn:
         try:
             import matplotlib  # noqa: F401
@@ -258,7 +258,7 @@ def main() -> None:
     if is_drawn:
         draw(found, options.out)
     else:
-        options.out.write_bytes(pickle.dumps(found))
+        options.out.write_text(json.dumps(found, default=str))  # the decisions, which are not drawn
     for comparison in found:
         print(f"{comparison.name:24} {described(comparison)}")
     if not options.load:
@@ -267,11 +267,18 @@ def main() -> None:
 
 
 def loaded(path: Path) -> list[Comparison]:
+    """Read what --out has written: JSON has lists in place of named tuples."""
+
+    def operation(owner: str, decision: object, wall: float, intervals: list[list[Any]]) -> Operation:
+        return Operation(owner, decision, wall, tuple(Interval(*one) for one in intervals))
+
     try:
-        found: list[Comparison] = pickle.loads(path.read_bytes())
-    except (pickle.UnpicklingError, EOFError, AttributeError, ValueError) as error:
+        found = json.loads(path.read_text())
+        if not found:
+            raise ValueError("it has no passes")
+        return [Comparison(name, *([operation(*one) for one in rounds] for rounds in pair)) for name, *pair in found]
+    except (TypeError, ValueError) as error:
         raise ValueError(f"--load {path}: not a file that --out has written: {error}") from None
-    return found
 
 
 def arguments() -> argparse.Namespace:
@@ -293,8 +300,8 @@ def arguments() -> argparse.Namespace:
         parser.error(f"--device cuda: torch {torch.__version__} finds no GPU; use --device cpu")
     if options.load and not options.load.is_file():
         parser.error(f"--load {options.load}: no such file; write one with --out {options.load}")
-    if options.out.suffix not in (".png", ".svg", ".pdf", ".pickle"):
-        parser.error(f"--out is {options.out}, expected a file name ending in .png, .svg, .pdf or .pickle")
+    if options.out.suffix not in (".png", ".svg", ".pdf", ".json"):
+        parser.error(f"--out is {options.out}, expected a file name ending in .png, .svg, .pdf or .json")
     return options
 
 

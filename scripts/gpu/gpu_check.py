@@ -125,7 +125,7 @@ def benches(gpus: int) -> list[Step]:
     shape = ["--device", device, "--hidden", "32768"] if gpus else ["--hidden", "64"]
     rows = ["1024", "4096", "16384"] if gpus else ["16"]
     overlap = ["scripts/bench/overlap.py", *shape, "--rows", *rows, "--layer", "column", "--rounds", "7", "--markdown"]
-    timeline = ["scripts/timeline.py", *shape, "--tokens", rows[-1], "--rounds", "5", "--out", f"{out}/timeline.pickle"]
+    timeline = ["scripts/timeline.py", *shape, "--tokens", rows[-1], "--rounds", "5", "--out", f"{out}/timeline.json"]
     reach = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2", *PERF, "8M"]
     steps = [
         Step("bench_calls", 0, 20, ["scripts/bench/host_time.py", "--device", device, "--markdown"]),
