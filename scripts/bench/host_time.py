@@ -5,8 +5,9 @@ variants run by turns in one process with the garbage collector off. Times are m
 medians of the ratios within a round. The GPU is waited for before each measurement, and not during it.
 
   ctypes            the C function, called with numbers
-  ctypes of vLLM    the same, with the conversions and the check of vLLM's wrapper in each call; it keeps the stream
   ctypes, stream    the same, with torch's current stream asked for in each call, as comm.all_reduce and plan do
+  vLLM's            its classes in pynccl.compat.vllm, and with --vllm FOLDER, an unpacked wheel as for overhead.py, its
+                    own: in place on the default stream, for which they do not ask
   nccl4py           if it can be imported: on the default stream, and its Communicator
   nccl, pynccl      torch.distributed over these backends: a call, with async_op and wait(), with get_future().wait()
   stream, mul_      what to compare with: torch.cuda.current_stream(), pynccl.current_stream(), a kernel of torch
@@ -33,7 +34,7 @@ import torch
 import torch.distributed as dist
 from bench.ranks import columns, prepare, surroundings
 from bench.rows import OURS, Side, collectives
-from bench.ways import HandleZero, Variant, measure, nccl4py_variants
+from bench.ways import WRAPPER, HandleZero, Variant, measure, nccl4py_variants, vllm_variants
 
 import pynccl
 from pynccl import RedOp
@@ -49,29 +50,20 @@ OF_TORCH = ("all_reduce", "all_reduce, async", "all_reduce, future", "broadcast"
 def own_variants(comm: pynccl.Communicator, t: torch.Tensor, u: torch.Tensor) -> list[Variant]:
     """Return the variants of ctypes and of this package: in place, and from t to u."""
     stream = HandleZero if comm.library.is_host else torch.cuda.current_stream
-    kept = stream()
     names = {"f": comm.library.ncclAllReduce, "p": ctypes.c_void_p, "h": ctypes.c_void_p(comm.handle), "stream": stream}
     names |= {"comm": comm, "t": t, "u": u, "a": t.data_ptr(), "b": u.data_ptr(), "n": t.numel()}
-    names |= {"d": int(data_type(t.dtype)), "s": int(RedOp.SUM), "now": kept.cuda_stream, "check": checked}
-    names |= {"types": {t.dtype: int(data_type(t.dtype))}, "ops": {"sum": int(RedOp.SUM)}, "kept": lambda: kept}
+    names |= {"d": int(data_type(t.dtype)), "s": int(RedOp.SUM), "now": stream().cuda_stream}
     found = []
     for out, place, to in (("t", "in place", "a"), ("u", "to another tensor", "b")):
-        pointers = f"p(t.data_ptr()), p({out}.data_ptr()), t.numel()"
-        vllm = f"check(f({pointers}, types[t.dtype], ops['sum'], h, p(kept().cuda_stream)))"
+        asks = f"f(p(t.data_ptr()), p({out}.data_ptr()), t.numel(), d, s, h, p(stream().cuda_stream))"
         plan = {"plan": comm.plan.all_reduce(t, names[out])}
         found += [
             Variant(f"ctypes: {place}", f"f(a, {to}, n, d, s, h, now)", names),
-            Variant(f"ctypes of vLLM: {place}", vllm, names),
-            Variant(f"ctypes, stream: {place}", f"f({pointers}, d, s, h, p(stream().cuda_stream))", names),
+            Variant(f"ctypes, stream: {place}", asks, names),
             Variant(f"comm.all_reduce: {place}", f"comm.all_reduce(t, {out})", names),
             Variant(f"plan: {place}", "plan()", plan),
         ]
     return found
-
-
-def checked(code: int) -> None:
-    if code:
-        raise RuntimeError(code)
 
 
 def torch_variants(device: torch.device) -> list[Variant]:
@@ -102,16 +94,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=command.integer(1), default=25, help="rounds over all variants (%(default)s)")
     calls = f"calls per round, at most {QUEUE} (200)"
     parser.add_argument("--calls", type=command.integer(1, QUEUE), default=200, help=calls)
+    parser.add_argument("--vllm", type=Path, metavar="FOLDER", help="an unpacked vLLM wheel")
     parser.add_argument("--markdown", action="store_true", help="print a Markdown table for docs/")
     options = parser.parse_args()
     on_cpu = options.device == "cpu"
     if not on_cpu and not (torch.cuda.device_count() and dist.is_nccl_available()):
         parser.error(f"torch {torch.__version__} finds no GPU or has no NCCL; --device cpu rehearses without")
+    if options.vllm and (on_cpu or not (options.vllm / WRAPPER).is_file()):
+        parser.error(f"--vllm {options.vllm}: needs --device cuda, and {WRAPPER} in this folder")
     device = prepare(0, 1, options.device)
     wait: Any = "pass" if on_cpu else torch.cuda.synchronize
     with pynccl.Communicator.init(1, pynccl.get_unique_id(), 0, device=None if on_cpu else device.index) as comm:
         t, u = torch.ones(NBYTES // 4, device=device), torch.zeros(NBYTES // 4, device=device)
-        variants = [*own_variants(comm, t, u), *nccl4py_variants(comm, t), *torch_variants(device)]
+        variants = [*own_variants(comm, t, u), *vllm_variants(comm, Path(comm.library.path), t, options.vllm)]
+        variants += [*nccl4py_variants(comm, t), *torch_variants(device)]
         variants = [variant._replace(before=wait) for variant in variants]
         for variant in variants:
             u.zero_()
