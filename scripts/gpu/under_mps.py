@@ -1,7 +1,7 @@
 """Run a command under CUDA's Multi-Process Service (MPS), so that ranks that share a GPU run at the same time.
 
 Without it two processes take turns on a GPU, and each turn takes milliseconds. This script starts a service of its own,
-sets PYNCCL_SHARE_GPU=1 for the command, and ends the service with the command. It changes nothing that lasts. Needs
+sets PYNCCL_SHARE_GPU=1 for the command, and ends the service with the command, also after Ctrl-C or SIGTERM. Needs
 nvidia-cuda-mps-control, which comes with the driver.
 
 examples:
@@ -47,28 +47,29 @@ def service() -> Iterator[dict[str, str]]:
             raise command.FailedError(f"{CONTROL} -d ended with {started.returncode}; {written(log)}")
         try:
             yield env
-            if not (log / "server.log").exists() and not asked("get_server_list", env).split():
+            if not (log / "server.log").exists() and not asked("get_server_list", env):
                 raise command.FailedError(f"the command has not used a GPU through the service; {written(log)}")
         finally:
             stop(env)
 
 
 def stop(env: dict[str, str]) -> None:
-    """End the service, by force if it waits for clients."""
-    servers = asked("get_server_list", env).split()
+    """End the service, by force if it waits for clients or does not answer."""
+    file, pids = Path(env["CUDA_MPS_PIPE_DIRECTORY"], f"{CONTROL}.pid"), []
     try:
+        pids = asked("get_server_list", env)
         asked("quit", env)
     except subprocess.TimeoutExpired:
-        file = Path(env["CUDA_MPS_PIPE_DIRECTORY"], f"{CONTROL}.pid")
-        for pid in [*servers, *(file.read_text().split() if file.exists() else [])]:
+        for pid in [*pids, *(file.read_text().split() if file.exists() else [])]:
             with contextlib.suppress(ProcessLookupError, ValueError):
                 os.kill(int(pid), signal.SIGKILL)
 
 
-def asked(words: str, env: dict[str, str]) -> str:
-    """Return the service's answer to a command of its own."""
+def asked(words: str, env: dict[str, str]) -> list[str]:
+    """Return the words of the service's answer to a command of its own."""
     options: dict[str, Any] = {"env": env, "capture_output": True, "text": True, "timeout": SECONDS}
-    return str(subprocess.run([CONTROL], input=f"{words}\n", check=False, **options).stdout)
+    answer: str = subprocess.run([CONTROL], input=f"{words}\n", check=False, **options).stdout
+    return answer.split()
 
 
 def written(log: Path) -> str:
@@ -110,6 +111,8 @@ def main() -> int:
     except command.FailedError:
         if not code:  # else the command's own failure says more
             raise
+    except subprocess.TimeoutExpired as error:
+        raise command.FailedError(f"{CONTROL} does not answer within {error.timeout:g} s") from None
     return 128 - code if code < 0 else code
 
 
