@@ -33,6 +33,18 @@ def run(source: str, action: str = "report", ranks: int = 2, **more: object) -> 
     return run_ranks(["-c", PRELUDE + source], ranks, LIMIT, **more)
 
 
+UNTIL_ABORTED = """
+try:
+    for _ in range(CALLS):
+        comm.all_reduce(x, y)
+    while comm.alive:
+        time.sleep(0.01)
+    comm.all_reduce(x, y)
+except pynccl.NcclError as error:
+    print("raised", type(error).__name__, error)
+"""
+
+
 @pytest.mark.parametrize(("calls", "action"), [(1, "raise"), (20_000, "report"), (20_000, "raise")])
 def test_a_missing_peer_is_reported_even_if_the_main_thread_is_stuck_in_a_launch(calls: int, action: str) -> None:
     """The launch queue holds about a thousand calls. The next call blocks until a kernel completes."""
@@ -41,20 +53,14 @@ def test_a_missing_peer_is_reported_even_if_the_main_thread_is_stuck_in_a_launch
 leave.start()
 if rank == 1:
     time.sleep(100)
-try:
-    for _ in range({calls}):
-        comm.all_reduce(x, y)
-    while comm.alive:
-        time.sleep(0.01)
-    comm.all_reduce(x, y)
-except pynccl.NcclTimeout as error:
-    print("raised", error)
-""",
+CALLS = {calls}
+"""
+        + UNTIL_ABORTED,
         action,
     )
     assert "pynccl watchdog: rank 0 of 2" in ended[0].err and "rank 1 never entered" in ended[0].err, ended[0].err
     if action == "raise":
-        assert ended[0].out.startswith("raised ") and ended[0].code == 0, ended[0].out + ended[0].err
+        assert ended[0].out.startswith("raised NcclTimeout ") and ended[0].code == 0, ended[0].out + ended[0].err
     else:
         assert ended[0].code == 7, ended[0].err
 
@@ -82,23 +88,17 @@ def test_hang_names_the_missing_rank_from_another_process_while_a_kernel_waits(t
 
 KILLED = """
 import signal
+CALLS = 1
 if rank == 2:
     time.sleep(0.5)
     os.kill(os.getpid(), signal.SIGKILL)
 leave.start()
-try:
-    comm.all_reduce(x, y)
-    while comm.alive:
-        time.sleep(0.01)
-    comm.all_reduce(x, y)
-except pynccl.NcclError as error:
-    print("raised", error)
 """
 
 
 @pytest.mark.parametrize("action", ["report", "raise"])
 def test_a_killed_rank_is_named_on_those_that_wait_for_it(action: str) -> None:
-    *left, killed = run(KILLED, action, 3)
+    *left, killed = run(KILLED + UNTIL_ABORTED, action, 3)
     assert killed.code == -9
     for done in left:
         assert "rank 2's process" in done.out + done.err, done

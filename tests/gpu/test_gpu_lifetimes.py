@@ -24,22 +24,22 @@ def used():
 
 torch.cuda.set_device(0)
 x, y = torch.ones(1 << 16, device="cuda"), torch.zeros(1 << 16, device="cuda")
-began = time.monotonic()
-for number in range(1000):
-    if number % 100 == 0:
-        print(number, f"{time.monotonic() - began:.1f} s", now := used(), flush=True)
-        if number == 100:
-            before = now
-        if time.monotonic() - began > 70:
-            break
+began, made, before = time.monotonic(), 0, used()
+now = before
+while made < 1000 and time.monotonic() - began < 70:
     comm = pynccl.Communicator.init(1, pynccl.get_unique_id(), 0, device=0)
     y.zero_()
     comm.all_reduce(x, y)
     torch.cuda.synchronize()
     assert bool(y.eq(1).all())
-    comm.abort() if number % 10 == 9 else comm.destroy()
-after = used()
-print(json.dumps({"made": number + 1, **{name: after[name] - before[name] for name in before}}))
+    made += 1
+    comm.destroy() if made % 10 else comm.abort()
+    if made % 100 == 0:
+        now = used()
+        print(made, f"{time.monotonic() - began:.1f} s", now, flush=True)
+        if made == 100:
+            before = now
+print(json.dumps({"made": made, **{name: now[name] - before[name] for name in before}}))
 """
 
 

@@ -16,7 +16,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 from bench import torch_backend
-from bench.ranks import interval
+from bench.ranks import interval, surroundings
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
@@ -67,9 +67,10 @@ def test_overhead_measures_every_call_and_its_page_has_a_row_for_each() -> None:
 def test_host_time_measures_each_way_of_a_call_and_is_refused_without_a_gpu() -> None:
     done = run("host_time.py", "--device", "cpu", "--rounds", "3", "--calls", "20", "--markdown", PYNCCL_CHECK="1")
     rows = {name: (float(us), float(ratio)) for name, us, ratio in rows_of(done + "\n\n")}
-    ways = ("ctypes", "ctypes of vLLM", "ctypes, stream", "comm.all_reduce", "plan")
+    ways = ("ctypes", "ctypes, stream", "comm.all_reduce", "plan")
     expected = {f"{way}: {place}" for way in ways for place in ("in place", "to another tensor")}
     expected |= {"gloo: all_reduce, async", "pynccl: all_reduce, future", "pynccl: broadcast", "x.mul_(1)"}
+    expected |= {"pynccl.compat.vllm all_reduce(t, t)"}
     assert expected <= set(rows) and rows["ctypes: in place"][1] == 1 and all(us > 0 for us, _ in rows.values())
     words = [sys.executable, str(ROOT / "scripts/bench/host_time.py")]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
@@ -77,8 +78,23 @@ def test_host_time_measures_each_way_of_a_call_and_is_refused_without_a_gpu() ->
     assert refused.returncode == 2 and "finds no GPU" in refused.stderr and "--device cpu" in refused.stderr
 
 
+def test_the_card_and_how_ranks_share_it_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "nvidia-smi").write_text('#!/bin/sh\necho "NVIDIA H200, 580.1"\n')
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 28, 9))
+    assert surroundings("cuda", 1).endswith("; 1 x NVIDIA H200, 580.1, NCCL 2.28.9")
+    assert surroundings("cuda", 2).endswith("; 2 ranks share them, taking turns, and communicate through sockets")
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "/tmp/mps")
+    assert "; 2 ranks share them, under MPS, and" in surroundings("cuda", 2)
+    (tmp_path / "nvidia-smi").unlink()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    assert "; 1 x a GPU that nvidia-smi does not name, NCCL" in surroundings("cuda", 1)
+
+
 def test_times_may_be_written_and_drawn_later(tmp_path: Path) -> None:
-    times, picture = tmp_path / "times.pickle", tmp_path / "picture.svg"
+    times, picture = tmp_path / "times.json", tmp_path / "picture.svg"
     small = ["--pattern", "row_backward", "--tokens", "64", "--rounds", "1"]
     measured = run("../timeline.py", *small, "--out", str(times))
     drawn = run("../timeline.py", "--load", str(times), "--out", str(picture))
